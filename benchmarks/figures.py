@@ -23,12 +23,12 @@ Palette = Mapping[str, str]
 
 
 def digest(*sources: Path) -> str:
-    """What a picture notes of the data that it was drawn from; a test compares it with the data."""
+    """Return a digest of a picture's data, which the picture contains; a test compares the two."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def speed(palette: Palette) -> Figure:
-    """Tokens per second against memory for experts: where the model fits, and where it does not."""
+    """Draw tokens per second by memory for experts: with a model that fits, and with one that does not."""
     figure = Figure(figsize=(10.4, 4.1), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     _budgets(left, json.loads(BUDGET.read_text()), palette)
@@ -89,14 +89,14 @@ def _tiers(axes: Any, found: dict[str, Any], palette: Palette) -> None:
 
 
 def gpu(palette: Palette) -> Figure:
-    """Time of one layer on a GPU against the share of the experts that is resident, with its bound."""
+    """Draw the time of one layer on a GPU by the share of resident experts, with its bound."""
     figure = Figure(figsize=(10.4, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     found = json.loads(GPU.read_text())
     rows = {row["name"]: row for row in found["parts"]["speeds"]["speeds"]}
 
     def points(name: str, number: str) -> list[tuple[float, float]]:
-        """Percent resident, and us."""
+        """Return percent resident, and us."""
         shares = ((share, rows.get(name.format(share))) for share in (25, 50, 100))
         return [(share, row[number]) for share, row in shares if row is not None]
 
@@ -128,7 +128,7 @@ def gpu(palette: Palette) -> Figure:
 
 
 def architecture(palette: Palette) -> Figure:
-    """Where experts are, and what moves between the places."""
+    """Draw the places of experts, and the transfers between them."""
     figure = Figure(figsize=(10.4, 5.4))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 104), ylim=(0, 54))
@@ -183,7 +183,7 @@ def architecture(palette: Palette) -> Figure:
 
 
 def main() -> None:
-    """Draw every picture twice."""
+    """Draw every picture in both palettes."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     pictures = {"speed": (speed, (BUDGET, TIERS)), "gpu": (gpu, (GPU,)), "architecture": (architecture, ())}
     for name, (make, sources) in pictures.items():

@@ -1,4 +1,4 @@
-"""A model as llama.cpp serves it: GGUF, with experts in Q4_0."""
+"""Writes a model for llama.cpp: GGUF, with experts in Q4_0."""
 
 import json
 from collections.abc import Mapping
@@ -19,8 +19,12 @@ SHIPPED = Path(__file__).resolve().parent / "tiny_moe" / "model"
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Any], config: dict, dense: str = "F32") -> None:
-    """What llama.cpp serves: experts in Q4_0, ``dense`` matrices, and words of the shipped model, which may be fewer
-    than the model's; tensors are by the names of Qwen3-MoE's checkpoints."""
+    """Write a GGUF file with experts in Q4_0 and ``dense`` matrices.
+
+    Tensors have the names of Qwen3-MoE's checkpoints.
+
+    The vocabulary is the shipped model's, which may be smaller than the model's.
+    """
     writer, layers, experts = gguf.GGUFWriter(path, "qwen3moe"), config["num_hidden_layers"], config["num_experts"]
     theta = config["rope_parameters"]["rope_theta"] if "rope_parameters" in config else config["rope_theta"]
     writer.add_context_length(config["max_position_embeddings"])

@@ -1,17 +1,19 @@
-"""What every benchmark does with its results: a table in Markdown, put between two markers of a README."""
+"""Puts the results of benchmarks as Markdown tables between two markers of a README."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 
 def markdown(head: list[str], lines: Iterable[list[str]]) -> str:
-    """A table."""
+    """Return a table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
 
 
 def put(readme: Path, marker: str, text: str) -> None:
-    """Replace what stands between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``; ValueError if the file has not
-    exactly one of each."""
+    """Replace the text between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
+
+    Raises ValueError unless both occur once.
+    """
     begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
     before, rest = readme.read_text().split(begin)
     _, after = rest.split(end)

@@ -22,7 +22,7 @@ def make_kernel(
     *,
     decode: Decode = Decode.PLAIN,
 ) -> ExpertKernel:
-    """Make the kernel for a device.
+    """Return the kernel for a device.
 
     Args:
         workspace_bytes: upper bound on the scratch that the kernel keeps, at least 320 KiB; None lets the kernel
@@ -31,8 +31,8 @@ def make_kernel(
         activations: bits of the quantized activations on a CPU, 16 or 8.
         decode: one of `decode_kernels`, for a CUDA device.
 
-    Raises ValueError if the workspace is too small, the device is neither a CPU nor a CUDA device, or 8-bit activations
-    are asked for on a CUDA device.
+    ValueError if the workspace is too small, if the device is neither a CPU nor a CUDA device, or for 8-bit activations
+    on a CUDA device.
     """
     options: dict[str, Any] = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
     device = torch.device(device)
@@ -41,8 +41,8 @@ def make_kernel(
     if device.type != "cuda":
         raise ValueError(f"device is {device}, expected a CPU or a CUDA device")
     if activations != 16:
-        raise ValueError("activations of 8 bits are computed with on a CPU only; leave the option out")
-    # Importing triton takes a second, which only a GPU needs.
+        raise ValueError("activations of 8 bits are supported on a CPU only; leave the option out")
+    # Importing triton takes a second, and only a GPU needs it.
     from vllm_dymoe.kernels.triton import TritonKernel
 
     return TritonKernel(device, formats=formats, decode=decode, **options)

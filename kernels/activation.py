@@ -32,16 +32,16 @@ class Curve(Enum):
 class Activation:
     """An activation function: a curve and its parameters."""
 
-    curve: Curve  # see there
-    limit: float = float("inf")  # L; infinite for none
+    curve: Curve  # the formula
+    limit: float = float("inf")  # L; infinite for no limit
     alpha: float = 1.0  # a
     beta: float = 0.0  # b
-    has_gate: bool = True  # whether experts have a gate projection. Without one up is the gate, and multiplies nothing.
+    has_gate: bool = True  # whether experts have a gate projection; without one the curve applies to up alone
 
     SILU: ClassVar["Activation"]
     GELU: ClassVar["Activation"]
     GELU_TANH: ClassVar["Activation"]
-    SWIGLU_OAI: ClassVar["Activation"]  # GPT-OSS's
+    SWIGLU_OAI: ClassVar["Activation"]  # of GPT-OSS
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Apply the curve to a gate and an up projection, elementwise; `gate` is overwritten.
@@ -81,12 +81,12 @@ class Activation:
 
     @classmethod
     def parse(cls, text: str) -> "Activation":
-        """Parse what ``str`` of an Activation returns. Raises ValueError for anything else."""
+        """Parse ``str`` of an Activation; raises ValueError for anything else."""
         if text in NAMES:
             return NAMES[text]
         match = re.fullmatch(r"(\w+)\(limit=(\S+), alpha=(\S+), beta=(\S+), has_gate=(True|False)\)", text)
         if match is None:
-            raise ValueError(f"{text!r} is no activation")
+            raise ValueError(f"{text!r} is not an activation")
         curve, limit, alpha, beta, has_gate = match.groups()
         return cls(Curve(curve), float(limit), float(alpha), float(beta), has_gate == "True")
 
@@ -102,4 +102,4 @@ NAMES = {
     "gelu_tanh": Activation.GELU_TANH,
     "swiglu_oai": Activation.SWIGLU_OAI,
 }
-"""Of the commonest."""
+"""Names of the most common activations."""

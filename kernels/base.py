@@ -12,7 +12,7 @@ from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.planner.plan import LayerPlan
 
 Receive = Callable[[int], None]
-"""Called with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
+"""Callback with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
 
 
 class Decode(IntEnum):
@@ -26,16 +26,16 @@ class Decode(IntEnum):
 class ExpertKernel(Protocol):
     """Computes experts from their packed bytes, one layer at a time."""
 
-    name: str  # which implementation, for logs and reports
+    name: str  # name of the implementation, for logs and reports
     workspace_bytes: int  # scratch on the device that this object holds beyond activations
-    asynchronous: bool  # whether calls return when the work is enqueued, so that few large ones cost the host least
+    asynchronous: bool  # calls return when the work is enqueued, so few large calls cost the host least
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step.
 
         Args:
             x: [rows, hidden] bfloat16 or float16, contiguous.
-            plan: the layer's plan, made by the host. Neighbouring items can share a launch.
+            plan: the layer's plan, made by the host. Adjacent items can share a launch.
             out: [tokens * top_k, hidden], dtype of x; rows of computed pairs are overwritten.
             activation: applied between the projections.
 
@@ -66,7 +66,7 @@ def check_activations(x: Tensor, out: Tensor) -> None:
         raise TypeError(f"x is {x.dtype}, expected torch.bfloat16 or torch.float16")
     fit = x.dim() == out.dim() == 2 and x.shape[1] == out.shape[1] and out.dtype is x.dtype
     if fit and x.is_contiguous() and out.is_contiguous():
-        return  # the checks below, which have a sentence for everything, take four times as long
+        return  # the checks below, which give detailed messages, take four times as long
     check_tensor("x", x, shape=(None, None))
     check_tensor("out", out, shape=(None, x.shape[1]), dtype=x.dtype)
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels import native
+from vllm_dymoe.planner.weights import renormalized, sum_in_order
 
-# Products held at a time, in float32: small enough for a cache, and a bound on
-# memory when a prefill brings thousands of tokens.
+# Products held at a time, in float32: small enough for a cache, and a bound on memory when a prefill has thousands of
+# tokens.
 _CHUNK_ELEMENTS = 1 << 18
 
 # On a CPU torch's reduction adds in ascending order as long as one thread does it, in whole vectors.
@@ -23,7 +24,7 @@ class Pairs(NamedTuple):
     out: Tensor  # [tokens * top_k, hidden] bfloat16 or float16
     weights: Tensor  # float32 [tokens, top_k]
     expert_ids: Tensor | None  # int [tokens, top_k], or None
-    skipped: Tensor | None  # int32 [any], 1 for experts that were skipped; those behind its end were not
+    skipped: Tensor | None  # int32 [any], 1 for experts that were skipped; experts after its end were not
     renormalize: bool  # whether a token's other experts take over the weights of its skipped ones
 
 
@@ -70,7 +71,7 @@ def combine(
         into = out.new_empty(tokens, out.shape[1]) if into is None else into
         library.weighted_sum(out, topk_weights.contiguous(), into)
         return into
-    # Here and not above: only a GPU needs Triton, whose import takes a second.
+    # Imported here, because only a GPU needs Triton, whose import takes a second.
     from vllm_dymoe.kernels.triton.combine import combine_on_gpu
 
     if into is None:
@@ -80,7 +81,7 @@ def combine(
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """Compute the same sum with torch operations: used on a CPU, and the plain twin of the kernel."""
+    """Return the sum computed with torch operations, on a CPU; the plain twin of the Triton kernel."""
     tokens, top_k = pairs.weights.shape
     hidden = pairs.out.shape[1]
     outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None
@@ -90,7 +91,7 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
             known = pairs.expert_ids.clamp(0, len(pairs.skipped) - 1)
             absent = elsewhere | (pairs.skipped[known] > 0) & (pairs.expert_ids == known)
         if pairs.renormalize:
-            weights = _renormalized(weights, absent, elsewhere)
+            weights = renormalized(weights, absent, elsewhere)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
     if tokens <= step:
         combined = _weighted_sum(outputs, weights, absent)
@@ -104,19 +105,12 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return int32 [highest expert + 1], ones for the given experts, in one copy that the host does not wait for."""
+    """Return int32 [highest expert + 1], ones for the given experts, copied without waiting."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1
     marked = torch.tensor(marks, dtype=torch.int32)
     return marked.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else marked.to(device)
-
-
-def _renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
-    """Return weights [tokens, top_k], scaled for the pairs that remain; the weights of other pairs are undefined."""
-    both = torch.stack((weights.masked_fill(elsewhere, 0.0), weights.masked_fill(absent, 0.0)))
-    here, stays = _sum_in_order(both.unbind(2))
-    return weights * torch.where(stays > 0, here / stays, 1.0).unsqueeze(1)
 
 
 def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
@@ -127,13 +121,4 @@ def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tens
         products.masked_fill_(absent.unsqueeze(2), 0.0)
     if products.is_cpu and top_k <= 16 and hidden % 64 == 0 and products.numel() <= _CHUNK_OF_A_LOOP:
         return products.sum(1)  # the same order, in one call
-    return _sum_in_order(products.unbind(1))
-
-
-def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """Add parts in order, starting from zero so that the sum is never -0.0; the first part is overwritten."""
-    total, *rest = parts
-    total.add_(0.0)
-    for part in rest:
-        total.add_(part)
-    return total
+    return sum_in_order(products.unbind(1))

@@ -21,10 +21,12 @@ from vllm_dymoe.planner.plan import LayerPlan
 
 DEFAULT_WORKSPACE_BYTES = 1 << 20
 MINIMUM_WORKSPACE_BYTES = 320 << 10
-_PRODUCTS_OF_A_THREAD = 1 << 20  # fewer take less time than a second thread takes to begin, above all on busy cores
+_PRODUCTS_OF_A_THREAD = 1 << 20  # fewer products take less time than starting a second thread, above all on busy cores
 _MOST_ACTIVATION_BYTES = 16 << 20
-"""Experts whose activations would take more are computed one after the other. As much is kept for the next step, and as
-much of its inputs: what the system hands out anew is cleared page by page, which took longer than 16 cores compute."""
+"""Most bytes of activations that experts computed together may take; further experts are computed afterwards. As
+much is kept for the next step, and as much for its inputs: the system clears new memory page by page, which took
+longer than 16 cores needed to compute.
+"""
 
 
 class CpuKernel:
@@ -64,15 +66,18 @@ class CpuKernel:
             )
         self._layer = native.Layer(digits=activations // 8)
         self._kept: dict[str, Tensor] = {}
-        self._inputs: Tensor | None = None  # holds what a step's tokens are read as; None before its first experts
+        self._inputs: Tensor | None = None  # the step's tokens as integers; None before its first experts
         self._forms = Forms()
 
     def most_positions(self, row_floats: int) -> int:
-        """Return how many positions to compute at a time, if the activations of each take so many floats."""
+        """Return how many positions to compute at a time, if the activations of each take ``row_floats`` floats."""
         return max(_MOST_ACTIVATION_BYTES // (4 * row_floats), 1)
 
     def scratch(self, floats: int) -> Tensor:
-        """Return float32 [at least floats]: the workspace, or new memory for a step that needs more."""
+        """Return float32 memory of at least ``floats`` numbers.
+
+        This is the workspace, or new memory for a step that needs more.
+        """
         workspace = self._workspace.view(torch.float32)
         return workspace if floats <= len(workspace) else torch.empty(floats, dtype=torch.float32)
 
@@ -135,8 +140,9 @@ class CpuKernel:
         return fields
 
     def _room(self, what: str, behind: int, floats: int) -> tuple[int, Tensor]:
-        """Return the address of so many floats after the first ``behind`` of the workspace, or in new memory, and its
-        owner.
+        """Return the address of ``floats`` floats, and the owner of their memory.
+
+        They follow the first ``behind`` floats of the workspace, or are new memory.
         """
         if 4 * (behind + floats) <= self.workspace_bytes:
             return self._address + 4 * behind, self._workspace
@@ -164,11 +170,11 @@ class CpuKernel:
 
 
 class Forms:
-    """The formats of the experts computed so far, as the library expects them."""
+    """The formats of all experts computed so far, as the library expects them."""
 
-    width = 0  # columns of the widest matrix, as a multiple of what a row's padding may be
-    intermediate, rotations = 0, (0, 0)  # of the last one; neighbouring inputs that are rotated together
-    floats = False  # whether some have no small integers
+    width = 0  # columns of the widest matrix, rounded up to the padding of rows
+    intermediate, rotations = 0, (0, 0)  # of the last one; adjacent inputs that are rotated together
+    floats = False  # whether some are multiplied as floats
 
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()
@@ -183,7 +189,7 @@ class Forms:
     def learn(
         self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
     ) -> tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]:
-        """Register a triple of formats; return its number, what it was checked against, and the formats.
+        """Register a triple of formats; return its number, its checked properties, and the formats.
 
         Raises TypeError and ValueError as ``check_formats``.
         """
@@ -199,7 +205,7 @@ class Forms:
 
 
 def _parts(fields: "array[int]", most: int) -> Iterator[tuple["array[int]", int, int]]:
-    """Split items into parts of at most `most` neighbouring positions, each with its first and last + 1.
+    """Split items into parts of at most `most` adjacent positions, each with its first and last + 1.
 
     An item with more positions than that is cut.
     """

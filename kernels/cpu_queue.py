@@ -1,6 +1,6 @@
 """A ring of entries through which a device asks the CPU to compute experts: its layout and the device's side.
 
-Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and goes on; it waits
+Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and continues; it waits
 for the answer only before it sums a token's experts. An entry holds everything that belongs to a step, and is reused
 only after all other entries of the ring. ``cpu/cpu_queue.h`` is the CPU's side, ``triton/cpu_queue.py`` is what a GPU
 runs, and the functions here are its plain twins.
@@ -16,6 +16,7 @@ Fields of an entry, each at a multiple of 128 bytes:
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -27,6 +28,7 @@ from torch import Tensor
 from vllm_dymoe.kernels import native
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.table import Table
 
 ALIGNMENT = 128
 HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
@@ -46,9 +48,10 @@ class Entry(NamedTuple):
 class QueueShape:
     """The sizes that determine the layout of a ring."""
 
-    depth: int  # entries; more than two steps post, since one may begin while one that has failed still runs
-    tokens: int  # of a step at most
-    top_k: int  # experts of a token
+    # Number of entries; more than two steps may be posted, since one may begin while a failed one still runs.
+    depth: int
+    tokens: int  # most tokens of a step
+    top_k: int  # experts per token
     experts: int
     hidden: int
     dtype: torch.dtype
@@ -102,8 +105,8 @@ class QueueMemory:
 def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
     """Post the experts that a layer's plan leaves to the CPU, with x [tokens, hidden] and ids int [tokens, top_k].
 
-    turn is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted), and
-    the address of the ring.
+    ``turn`` is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted),
+    and the address of the ring.
     """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
     turn[1] = 0
@@ -122,10 +125,10 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
 
 
 def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
-    """Wait for the answer to what the layer has posted, and add its rows to out [tokens * top_k, hidden].
+    """Wait for the answer to what the layer has posted, and copy its rows to out [tokens * top_k, hidden].
 
-    Only rows where computed, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it. Returns
-    False if the CPU gave up.
+    Only rows whose ``computed``, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it.
+    Returns False if the CPU gave up.
     """
     number = int(turn[1])
     if not number:
@@ -136,9 +139,65 @@ def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tenso
     return not given_up
 
 
+class Ask(IntEnum):
+    """int64 fields of a call of a queue that asks for bytes: ``calls`` of an entry, whose other fields are unused."""
+
+    EXPERT = 0
+    CODE = 1  # the version that is computed, LOW or HIGH
+    NEEDS = 2  # and the next: 1 if the version, or its base slice, is missing; if its residual slice is
+    ADDRESS = 4  # and the next: where they are in memory, written by whoever answers; 0 if they could not be read
+
+
+def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> None:
+    """Post the experts of a layer's plan that have to come from the store; ``turn`` is as for :func:`post_plain`."""
+    needs = (plan.action == Action.ADMIT) | (plan.action == Action.STREAM)
+    asked = needs[:, : int(plan.count)].any(0).nonzero().flatten()
+    turn[1] = 0
+    if not len(asked):
+        return
+    number = int(turn[0]) + 1
+    turn[:2] = number
+    entry = queue.entry(number)
+    entry.header[:4] = torch.tensor([number, layer, 0, len(asked)])
+    calls = entry.calls[: len(asked)]
+    calls[:, Ask.EXPERT], calls[:, Ask.CODE] = plan.experts[asked], plan.precisions[asked]
+    calls[:, Ask.NEEDS], calls[:, Ask.NEEDS + 1] = needs[0, asked], needs[-1, asked] if len(needs) > 1 else 0
+    native_library().post(queue.address, number)
+
+
+def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan: LayerPlan) -> None:
+    """Wait for the answer to what the layer has asked for, and read the experts from there.
+
+    ``Table.source`` and the plan's addresses are rewritten. An expert that could not be read gets the address of some
+    slot, is not kept, and is told in ``Table.unread``: the step fails when it has run.
+    """
+    number = int(turn[1])
+    if not number:
+        return
+    native_library().wait(queue.address, number)
+    entry, host = queue.entry(number), table.on_host()
+    columns = host.at(layer)
+    needs = (plan.action == Action.ADMIT) | (plan.action == Action.STREAM)
+    asked = needs[:, : int(plan.count)].any(0).nonzero().flatten().tolist()
+    for item, call in zip(asked, entry.calls.tolist(), strict=False):
+        expert, lost = int(plan.experts[item]), False
+        for part in range(len(needs)):
+            if not needs[part, item]:
+                continue
+            code, address = part + 1 if host.nested else int(plan.precisions[item]), call[Ask.ADDRESS + part]
+            lost |= not address
+            some = columns["pool"][code] + host.first_slot[layer, code] * columns["slot_bytes"][code]
+            host.source[layer, expert, code] = address or some
+            plan.addresses[part, item] = torch.from_numpy(columns["offsets"][code] + host.source[layer, expert, code])
+        if lost:
+            plan.destinations[:, item] = 0
+            host.precision[layer, expert], host.slot[:, layer, expert] = 0, -1
+            host.unread[layer] = max(host.unread[layer], expert)
+
+
 def native_library() -> native.Library:
-    """Return the native library, which answers the queue. Raises ValueError if it was not built."""
+    """Return the native library, which answers the queue; ValueError if it was not built."""
     library = native.load()
     if library is None:
-        raise ValueError("the host computes beside a device with the native library only, and it was not built here")
+        raise ValueError("CPU execution of misses needs the native library, which was not built here")
     return library

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from vllm_dymoe.experts.matrix import BLOCK_ROWS
 
-RESIDUAL = 0.25  # a point's size in the residual slice, of its size in the base
+RESIDUAL = 0.25  # size of a point in the residual slice, relative to the base
 
-# Rows of a block, point by point: those whose codes share a word.
+# Rows of a block, point by point: the rows whose codes share a word.
 POINT_ROWS = torch.tensor([[4 * w + b + half for half in (0, 32) for b in range(4)] for w in range(8)]).flatten()
 WIDTH = 8
 
 
 def points(codes: Tensor) -> Tensor:
-    """Return what codes (uint8 [..., 8 n], eight per point) stand for: float32, multiples of a quarter."""
+    """Return the numbers of codes (uint8 [..., 8 n], eight per point): float32, multiples of a quarter."""
     odd = (codes & 1).view(*codes.shape[:-1], -1, WIDTH).sum(-1) % 2
     return codes.float() - 1.25 - 0.5 * odd.repeat_interleave(WIDTH, -1)
 
@@ -33,11 +33,11 @@ def nearest(wanted: Tensor) -> Tensor:
     wanted = wanted.unflatten(-1, (-1, WIDTH))
     best, found = wanted.new_full(wanted.shape[:-1], torch.inf), torch.zeros_like(wanted, dtype=torch.uint8)
     for odd in (0, 1):
-        left = wanted + (1.75 if odd else 1.25)  # codes stand for themselves
+        left = wanted + (1.75 if odd else 1.25)  # codes are their own numbers
         even_codes, odd_codes = (left > 1).float() * 2, (left > 2).float() * 2 + 1
         costs = (left - even_codes).square(), (left - odd_codes).square()
         is_odd = costs[1] < costs[0]
-        # If the parity is wrong, the code that costs least is exchanged.
+        # If the parity is wrong, the code whose exchange costs least is replaced.
         gap = (costs[0] - costs[1]).abs()
         least, which = gap.min(-1)
         wrong = is_odd.sum(-1) % 2 != odd
@@ -58,7 +58,7 @@ def signs(columns: int) -> Tensor:
 
 
 def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
-    """Rotate the last dimension, or rotate it back: a new tensor of the same dtype, float32 or float64."""
+    """Return x with its last dimension rotated, or rotated back: same dtype, float32 or float64."""
     flips = signs(x.shape[-1]).to(x.dtype)
     out = x if back else x * flips
     shape, half = out.shape, 1
@@ -82,7 +82,7 @@ def in_row_order(rows: Tensor) -> Tensor:
 
 
 def numbers(codes: Tensor, *, nested: bool) -> Tensor:
-    """Return what codes (uint8 [padded_rows, columns]) stand for before scaling: float32, for rotated inputs."""
+    """Return the numbers of codes (uint8 [padded_rows, columns]) before scaling: float32, for rotated inputs."""
     columns = in_point_order(codes).t()
     base = points(columns >> 2) + RESIDUAL * points(columns & 3) if nested else points(columns)
     return in_row_order(base.t())

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import native
 
-_AT_ONCE = 512  # tokens, whose activations are 7 MB at a width of 2048
+_AT_ONCE = 512  # tokens at a time; at a width of 2048 their activations take 7 MB
 _PRODUCTS_OF_A_THREAD = 1 << 20
 
 
@@ -32,7 +32,7 @@ class Linear:
         self._row = library.row_floats(self._width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [tokens, columns] with the matrix: [tokens, rows], dtype of x, bfloat16 or float16."""
+        """Return x [tokens, columns] times the matrix: [tokens, rows], dtype of x, bfloat16 or float16."""
         out = x.new_empty(len(x), self._packed.format.rows)
         for first in range(0, len(x), _AT_ONCE):
             self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])

@@ -27,9 +27,10 @@ ISAS = {
     "NEON_DOTPROD": (-1, "NEON with dotprod"),
     "DEFAULT": (0, "portable vectors"),
 }
-"""Number and name of each instruction set, by torch's name for it: variables that restrict torch restrict this one too.
-With AVX512 torch uses BF16 and AMX where the CPU has them. Where torch names none of these, as on ARM, NEON is looked
-for."""
+"""Number and name of each instruction set, by torch's name for it, so that variables that restrict torch restrict
+the library, too. With AVX512 torch uses BF16 and AMX if the CPU has them. If torch names none of these, as on ARM,
+the library looks for NEON.
+"""
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
@@ -103,15 +104,15 @@ class Outcome(IntEnum):
     """What ``Library.moe_layer`` returns: ``Outcome`` of moe_layer.h."""
 
     DONE = 0
-    FETCH = 1  # planned; some experts have to be brought into slots first, and nothing is computed or counted
-    VERIFY = 2  # nothing is planned: bytes of missing experts in files have to be checked first
+    FETCH = 1  # planned; some experts have to be fetched into slots first, and nothing is computed or counted
+    VERIFY = 2  # nothing is planned: bytes of misses in files have to be verified first
     LOST = 3  # done, but a page of a mapped file could not be read
-    BAD_EXPERT = 4  # nothing is planned: a number is no expert of the model
+    BAD_EXPERT = 4  # nothing is planned: an id is outside of the experts
     BAD_ROOM = 5  # nothing is planned: scratch is too small
 
 
 class Rounding(Structure):
-    """A block of columns to be rounded to lattice points: ``Rounding`` of layer.h."""
+    """A block of columns to round to lattice points: ``Rounding`` of layer.h."""
 
     _fields_ = (
         *_integers("rows columns streams left errors base fine factors divisors before"),
@@ -120,8 +121,9 @@ class Rounding(Structure):
 
 
 class QueueControl(Structure):
-    """The words through which both sides of a CPU queue synchronize, one cache line each: ``QueueControl`` of
-    cpu_queue.h.
+    """The words through which both sides of a CPU queue synchronize, one cache line each.
+
+    They match ``QueueControl`` of cpu_queue.h.
     """
 
     _fields_ = (
@@ -132,11 +134,13 @@ class QueueControl(Structure):
 
 
 ITEM_FIELDS = 9
-"""int64 fields of ``Item``: three sections, three sections of lower halves, form, first position, number of them."""
+"""Number of int64 fields of ``Item``: three sections, three residual sections, form, first position, number of
+positions.
+"""
 
 
 class Library:
-    """The loaded library, and the name of the instruction set that it uses: the largest up to ``isa`` that the CPU has.
+    """The loaded library, and the instruction set that it uses: the largest up to ``isa`` that the CPU has.
 
     Raises OSError if the library cannot be loaded, or was built from other sources than this file.
     """
@@ -157,19 +161,25 @@ class Library:
             )
         library.dymoe_experts.argtypes = library.dymoe_weighted_sum.argtypes = [c_void_p, ctypes.c_int, c_void_p]
         library.dymoe_round_block.argtypes = [c_void_p, ctypes.c_int]
-        # Of a MoeLayer's address, an instruction set, and the threads' function: an Outcome.
+        # Arguments: address of a MoeLayer, instruction set, and the threads' function. Returns an Outcome.
         self.moe_layer = library.dymoe_moe_layer
         self.moe_layer.argtypes = [c_void_p, ctypes.c_int, c_void_p]
-        # Of the Bell at an address: write a number behind all that was written before; wait until it is answered, 1 if
-        # it was given up instead; give up the entry that is waited for, and return its number, or 0 if none is.
+        # Argument: address of a QueueControl. ``post`` publishes a number after all earlier writes; ``wait`` waits
+        # until it is answered, and returns 1 if it was given up instead; ``give_up`` gives up the entry that is waited
+        # for, and returns its number or 0.
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
         self.give_up.argtypes, self.give_up.restype = [c_void_p], c_int64
         self.wait.argtypes = self.post.argtypes = [c_void_p, c_int64]
+        # The same for whoever answers: wait until a number is posted, 0 if the queue is stopped before; answer it.
+        self.wait_posted, self.answered = library.dymoe_await_posted, library.dymoe_answered
+        self.wait_posted.argtypes = self.answered.argtypes = [c_void_p, c_int64]
+        self.answered.restype = None
         library.dymoe_answer.argtypes = [
             c_void_p, c_void_p, c_void_p, c_int64, c_int64, ctypes.c_int, c_void_p, c_int64
         ]  # fmt: skip
         library.dymoe_answer.restype = self.post.restype = None
-        # Of a mapping's address and bytes, and -1: the number that it is guarded by, with no bytes given back; of all.
+        # Arguments: a mapping's address and bytes, and -1; returns the number of its guard. With no bytes, removes a
+        # guard. ``lost_pages`` counts those of all mappings.
         self.guard, self.lost_pages = library.dymoe_guard, library.dymoe_lost_pages
         self.guard.argtypes, self.lost_pages.restype = [c_void_p, c_int64, ctypes.c_int], c_int64
         library.dymoe_resident.argtypes = [c_void_p, c_int64]
@@ -181,7 +191,7 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run phases `first` to `last` of a step. Raises IndexError for a row of x or of out that does not exist."""
+        """Run phases `first` to `last` of a step; raises IndexError for a row outside of x or out."""
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
@@ -189,9 +199,9 @@ class Library:
     def answer(
         self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int, spin_ns: int = 0
     ) -> None:
-        """Compute what is posted to the queue at an address until it is stopped; does not hold the interpreter's lock.
+        """Compute what is posted to the queue at an address until it is stopped; releases the interpreter lock.
 
-        ``layer`` describes what all steps have in common and has scratch for so many tokens. ``forms`` holds the tags
+        ``layer`` describes what all steps have in common and has scratch for ``tokens`` tokens. ``forms`` holds the
         of encodings and where their matrices begin. With ``spin_ns``, ``layer.threads`` threads spin for so long after
         each answer; otherwise OpenMP's compute, which sleep between two answers.
         """
@@ -220,15 +230,16 @@ class Library:
         """
         columns, streams, rows = parts[0].shape
         addresses = [0 if part is None else part.data_ptr() for part in (*parts, before)]
-        block = Rounding(rows, columns, streams, *addresses, low_share)  # named: its address keeps nothing alive
+        # A variable, because an address keeps nothing alive.
+        block = Rounding(rows, columns, streams, *addresses, low_share)
         self._library.dymoe_round_block(ctypes.addressof(block), self.isa)
 
 
 @cache
 def load(isa: str | None = None) -> Library | None:
-    """Load the library that was built with the package, or return None if there was no compiler.
+    """Return the library that was built with the package, or None if there was no compiler.
 
-    It is limited to an instruction set, or to the one that torch uses.
+    ``isa`` limits its instruction set; by default to the one that torch uses.
     """
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
@@ -280,7 +291,7 @@ def matrix(format: MatrixFormat) -> Matrix:
 
 def _step_and_center(encoding: Encoding) -> tuple[float, float]:
     """Return step and center of an unsigned code for the library: a weight is (step * code - center) * scale."""
-    if encoding.lattice:  # 7 + 4 * point; where there are two 4 times that of the base plus that of the residual slice
+    if encoding.lattice:  # 7 + 4 * point; a nested code is 4 times that of the base plus that of the residual slice
         return (1 / 16, 35 / 16) if encoding.nested else (1 / 4, 7 / 4)
     if encoding.floats:  # e2m1 as 2 * level + 12
         return (0.5, 12.0) if encoding.bits == 4 else (1.0, 0.0)

@@ -11,13 +11,14 @@ from vllm_dymoe.kernels.lattice import numbers, rotate
 def pack(
     format: MatrixFormat,  # 8, 4 or 2 bits
     codes: Tensor,
-    scales: Tensor,  # [rows, groups], exact in the format's dtype; of a lattice those of the low reading
-    zeros: Tensor,  # [rows, groups], exact in the format's dtype; of a lattice the scales of the high reading
+    scales: Tensor,  # [rows, groups], exact in the format's dtype; for a lattice, those of the low version
+    zeros: Tensor,  # [rows, groups], exact in the format's dtype; for a lattice, the scales of the high version
     section: Tensor,  # uint8 [nbytes], overwritten
     order: Tensor | None = None,
 ) -> None:
-    """Write a quantized matrix into a section. Padding is zero, and so is a bias until it is copied to
-    view(section).bias.
+    """Write a quantized matrix into a section.
+
+    Padding is zero, and so is a bias until it is copied to view(section).bias.
 
     Args:
         codes: uint8 [rows, columns], each below 2**bits, in the order of the inputs, which :func:`unpack` restores.
@@ -43,7 +44,7 @@ def pack(
     section.zero_()
     if order is not None and packed.order is not None:
         if not torch.equal(order.sort().values, torch.arange(format.columns)):
-            raise ValueError(f"order names not each of the {format.columns} columns once")
+            raise ValueError(f"order does not name each of the {format.columns} columns once")
         packed.order.copy_(order)
         codes = codes[:, order]
 
@@ -74,7 +75,7 @@ def pack_floats(
     elif factor != (1.0, 1.0):
         raise ValueError(f"factor is {factor}, and {format.encoding.name} has none")
     _store(codes, packed.weight, format)
-    # As bytes, of which a pad is 0: not every dtype of scales can be padded.
+    # As bytes, of which padding is 0: not every dtype of scales can be padded.
     raw = scales.contiguous().view(torch.uint8).view(format.rows, format.groups, -1)
     raw = torch.nn.functional.pad(raw, (0, 0, 0, 0, 0, format.padded_rows - format.rows))
     raw = raw.view(format.padded_rows // BLOCK_ROWS, BLOCK_ROWS, format.groups, -1).transpose(1, 2)
@@ -90,7 +91,9 @@ def pack_nested(
     residual: Tensor,
     order: Tensor | None = None,
 ) -> None:
-    """Write a nested matrix into its base section, uint8 [format.base.nbytes], and residual section, [format.nbytes].
+    """Write a nested matrix into its base section and residual section.
+
+    Both are uint8, [format.base.nbytes] and [format.nbytes].
 
     Both are overwritten; otherwise as `pack`.
     """
@@ -106,7 +109,7 @@ def _check_codes(format: MatrixFormat, codes: Tensor) -> None:
     check_tensor("codes", codes, dtype=torch.uint8, shape=(rows, format.columns), contiguous=False)
     highest = int(codes.max())
     if highest >> format.bits:
-        raise ValueError(f"codes holds {highest}, which does not fit {format.bits} bits")
+        raise ValueError(f"codes contains {highest}, which does not fit into {format.bits} bits")
 
 
 def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
@@ -134,7 +137,7 @@ def unpack(packed: PackedMatrix) -> Tensor:
 
 
 def stored_codes(packed: PackedMatrix) -> Tensor:
-    """Return uint8 [rows, padded_columns] in stored order."""
+    """Return the codes in stored order: uint8 [rows, padded_columns]."""
     format = packed.format
     codes = _loaded(packed.weight, format)
     if packed.residual is not None:
@@ -156,8 +159,8 @@ def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a packed matrix's weights: `dtype` [rows, columns], columns in the order of the inputs.
 
-    Computes in float32, or in float64 if asked to; narrower dtypes are rounded at the end. Codebooks are dequantized as
-    by the tools that publish them: scale times factor first, then level times that.
+    Computes in float32, or in float64 if `dtype` is; narrower dtypes are rounded at the end. Codebooks are dequantized
+    as by the tools that publish them: scale times factor first, then level times that.
     """
     format = packed.format
     precise = torch.float64 if dtype == torch.float64 else torch.float32

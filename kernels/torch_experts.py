@@ -59,8 +59,9 @@ def expert_reference(
 
 
 def linear(x: Tensor, packed: PackedMatrix) -> Tensor:
-    """Multiply x [n, columns] with a packed matrix and add the bias: [n, rows], summed in float32 (float64 for float64
-    x).
+    """Multiply x [n, columns] with a packed matrix and add the bias: [n, rows].
+
+    Sums are float32 (float64 for float64 x).
     """
     rows, precise = packed.format.rows, x if x.dtype == torch.float64 else x.float()
     step = max(_WEIGHTS_AT_ONCE // packed.format.padded_columns // BLOCK_ROWS, 1) * BLOCK_ROWS

@@ -1,4 +1,4 @@
-"""What several test folders share."""
+"""Fixtures that several test folders share."""
 
 import hypothesis
 import pytest
@@ -8,14 +8,20 @@ from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.experts.format import ModelExperts
 
-# The tests' matrices are too small to gain from threads, and threads that wait for each other cost much on a busy
-# machine.
+# The tests' matrices are too small to gain from threads, and waiting threads cost much on a busy machine.
 torch.set_num_threads(1)
 
 
-# How long an example takes says nothing on a machine that does other things too.
+# The duration of an example means nothing on a machine that is busy with other things.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+_LONGEST = "test_gpu_command.py", "test_house.py", "test_interpreter.py"  # a minute and more
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest tests first, so that at the end no worker waits for one of them."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 @pytest.fixture(scope="session")
@@ -30,5 +36,5 @@ def memory_store(experts: ModelExperts) -> MemoryStore:
 
 @pytest.fixture(scope="session")
 def nested_store() -> MemoryStore:
-    """Whose low versions lie inside the high ones."""
+    """A store whose low versions are nested in the high ones."""
     return make_store(make_experts(nested=True))

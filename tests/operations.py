@@ -1,4 +1,4 @@
-"""Counts torch's operations: on a GPU each is a launch, a copy or an allocation."""
+"""Counts torch operations: on a GPU each is a launch, a copy or an allocation."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -8,7 +8,7 @@ _FREE = {"view", "_unsafe_view", "slice", "select", "expand", "t", "transpose", 
 
 
 class Operations(TorchDispatchMode):
-    """Inside, the names of operations that are more than a view, in their order."""
+    """Within the ``with`` block, collects the names of operations other than views, in order."""
 
     def __init__(self):
         super().__init__()

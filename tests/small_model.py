@@ -1,4 +1,4 @@
-"""A small random model, for tests that need experts and not a language."""
+"""A small random model, for tests that need experts but no language."""
 
 import torch
 
@@ -22,7 +22,7 @@ def make_experts(
     bias=False,
     nested=False,
 ) -> ModelExperts:
-    """A small model's experts; with the low version inside the high one only if that is asked for."""
+    """A small model's experts; the low version is nested in the high one only on request."""
     formats = {b: ExpertFormat(hidden, intermediate, encoding_of(b), group_size, dtype, bias) for b in bits}
     if nested:
         formats = stored_formats(bits, formats.__getitem__)

@@ -1,6 +1,6 @@
-"""The documents against the code: tables are current, links lead somewhere, examples run as they stand.
+"""The documents against the code: tables are current, links have targets, examples run as printed.
 
-What a sentence says is for reviewers; no test quotes one.
+Reviewers check sentences; no test quotes one.
 """
 
 import ast
@@ -50,7 +50,7 @@ MODEL = json.loads((ROOT / "benchmarks" / "tiny_moe" / "model" / "config.json").
 
 
 def table(text, marker):
-    """Rows of the table behind ``<!-- marker -->``, as dictionaries by column."""
+    """Rows of the table after ``<!-- marker -->``, as dictionaries by column."""
     lines = iter(text.split(f"<!-- {marker} -->", 1)[1].strip().splitlines())
     rows = []
     for line in lines:
@@ -84,7 +84,7 @@ def test_generated_tables_are_current(page, generator):
 
 
 def anchors(text):
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes from a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -178,7 +178,7 @@ def test_worker_methods_of_the_examples_exist():
 
 
 def command_lines(program):
-    """Commands of the code blocks that start with ``program``, behind variables, with continued lines joined."""
+    """Commands in code blocks that start with ``program``, possibly after variables; continued lines are joined."""
     blocks = [
         block for page in TEXTS.values() for block in re.findall(r"```(?:console|bash)?\n(.*?)```", page, re.DOTALL)
     ]
@@ -229,7 +229,7 @@ def test_json_of_the_examples_are_options(page):
 
 
 def given_options(value):
-    """What stands under a key ``dymoe``, wherever it is."""
+    """The value of a key ``dymoe`` at any depth."""
     if isinstance(value, list):
         return [found for item in value for found in given_options(item)]
     if not isinstance(value, dict):
@@ -322,7 +322,7 @@ def test_fields_of_the_formats():
 
 
 def example_values(format):
-    """Codes, scales and zeros of the example: of whole codes, also where they lie in two halves."""
+    """Codes, scales and zero points of the example: whole codes, and codes split into halves."""
     codes = torch.zeros(format.rows, format.columns, dtype=torch.uint8)
     scales, zeros = torch.zeros(2, format.rows, -(-format.columns // GROUP_SIZE))
     codes[ROW, COLUMN], scales[ROW, COLUMN // GROUP_SIZE], zeros[ROW, COLUMN // GROUP_SIZE] = 11, 0.5, -0.25
@@ -348,7 +348,7 @@ def test_bytes_of_the_example_whole_and_in_two_halves():
 
 
 def test_the_formulas_of_places_hold_everywhere():
-    """The table of bytes, in Python, against the packer for random places."""
+    """The table of bytes, in Python, against the packer at random places."""
     generator = torch.Generator().manual_seed(0)
     for bits in (8, 4, 2):
         format = example_matrix(bits)
@@ -395,3 +395,24 @@ def test_a_shard_of_the_shipped_model(tmp_path):
     for row, place in zip(rows, places.values(), strict=True):
         assert json.loads(row["shape"]) == list(place.shape)
         assert [int(row["first byte in the file"]), int(row["end"])] == [place.begin, place.end]
+
+
+def messages_of(source):
+    """The strings of a module, without docstrings; ``...`` stands for each formatted value."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_in_troubleshooting_exist_in_the_code():
+    """Each quoted message is part of one in the code, or its parts around ``...`` occur in one message in order."""
+    messages = [text for path in ROOT.glob("vllm_dymoe/**/*.py") for text in messages_of(path.read_text())]
+    rows = [
+        row for row in DOCS["docs/troubleshooting.md"].split("## It is slow")[0].splitlines() if row.startswith("| `")
+    ]
+    assert len(rows) > 30
+    for phrase in (phrase for row in rows for phrase in code(row.split(" | ")[0])):
+        pattern = re.compile(".*".join(map(re.escape, phrase.split("..."))))
+        assert any(pattern.search(message) for message in messages), phrase

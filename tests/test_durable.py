@@ -1,4 +1,4 @@
-"""What is written into folders that others may write to: no link is followed, and modes do not follow the umask."""
+"""Files in folders that others may write to: no link is followed, and modes do not depend on the umask."""
 
 import os
 import stat

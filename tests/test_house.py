@@ -63,7 +63,7 @@ def test_every_folder_with_code_is_a_declared_package():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The unpacked source distribution, made from a copy, because setuptools leaves folders beside the sources."""
+    """The unpacked source distribution, built from a copy, because setuptools leaves folders beside the sources."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -79,7 +79,7 @@ def sdist(tmp_path_factory):
 
 
 def test_the_source_distribution_holds_what_a_compiler_reads(sdist):
-    """A header that is missing there would leave every wheel that is built from it without the native library."""
+    """Without a header, every wheel built from the source distribution would lack the native library."""
     assert {path.name for path in (sdist / "kernels/cpu").iterdir()} == {
         path.name for path in (ROOT / "kernels/cpu").iterdir()
     }
@@ -99,7 +99,7 @@ def wheel(sdist, tmp_path_factory):
 
 
 def test_the_wheel_holds_every_module_and_little_else(wheel):
-    """The small model that the demo serves is in the repository only."""
+    """Only the repository contains the small model that the demo serves."""
     with zipfile.ZipFile(wheel) as archive:
         names = {info.filename: info.compress_size for info in archive.infolist()}
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
@@ -142,7 +142,7 @@ print(vllm_dymoe.__file__, native.load().name)
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the wheel has no native library without a compiler")
 def test_the_wheel_works_where_there_is_no_compiler(wheel, tmp_path):
-    """In a new environment, which finds what the package needs, and nothing of the package itself, in this one."""
+    """A new environment, which gets the package's dependencies, but not the package itself, from this one."""
     environment = tmp_path / "env"
     python = environment / "bin" / "python"
     made = run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -150,7 +150,7 @@ def test_the_wheel_works_where_there_is_no_compiler(wheel, tmp_path):
     installed = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     (site,) = environment.glob("lib/python*/site-packages")
-    # A .pth inside of a folder that a .pth names is not read, so the editable package stays out.
+    # Python does not read a .pth inside a folder that a .pth names, so the editable package stays out.
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     computed = run(python, "-c", COMPUTES, cwd=tmp_path, PATH=str(python.parent))
     assert computed.returncode == 0, computed.stderr
@@ -173,7 +173,7 @@ PLANTED = {
 @pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
 @pytest.mark.parametrize("paths", [["another/__init__.py"], [path for path in PLANTED if "another" not in path]])
 def test_an_import_that_points_upwards_is_found(tmp_path, paths):
-    """In the package as it is installed, kernels and all; a folder without a layer ends the search for others."""
+    """With the installed package, kernels included; a folder without a layer ends the search for others."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vllm_dymoe", tmp_path / "vllm_dymoe", ignore=ignored)
     shutil.copytree(ROOT / "kernels", tmp_path / "vllm_dymoe" / "kernels", ignore=ignored)

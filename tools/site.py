@@ -1,7 +1,7 @@
-"""`make site`: copy the pages to build/pages, laid out as in the repository, for mkdocs.
+"""`make site`: copies the pages to build/pages, laid out as in the repository, for mkdocs.
 
-The README is the first page and links to pages outside docs/; with all of them in one tree the links work as they do
-in the repository.
+The README is the first page and links to pages outside docs/; with all of them in one tree the links work as they do in
+the repository.
 """
 
 import shutil
@@ -14,7 +14,7 @@ PATTERNS = ("*.md", "LICENSE", "docs/*", "benchmarks/*.json", "benchmarks/*.png"
 
 
 def files() -> list[str]:
-    """The pages, and what they link to, as git knows them."""
+    """Return the pages, and the files that they link to, as git knows them."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *PATTERNS]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     return [name for name in listed if (ROOT / name).is_file()]

@@ -20,7 +20,7 @@ __all__ = ["calibrate", "record_trace", "register", "summary"]
 
 
 def register() -> None:
-    """Make ``--quantization dymoe`` known to vLLM; with an unsupported vLLM the name is known, and its use refused."""
+    """Register ``--quantization dymoe`` with vLLM. With an unsupported vLLM, using it raises an error."""
     from vllm_dymoe.vllm_plugin import register as register_with_vllm
 
     register_with_vllm()

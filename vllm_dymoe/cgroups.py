@@ -1,4 +1,4 @@
-"""What a container may use: the control groups of this process, and how many cores they leave to it."""
+"""The limits of a container: control groups of this process, and the cores that they leave it."""
 
 import contextlib
 import math
@@ -8,14 +8,16 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-# Microseconds of all cores together, in each period: version 2 of control groups ("max 100000"), then version 1.
+# CPU quota in microseconds of all cores per period: control groups version 2 ("max 100000"), then version 1.
 _QUOTA = "cpu.max"
 _QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """Cores that this process may keep busy: those that this thread may run on, or so many, or what a container's limit
-    leaves of them."""
+    """Return the number of cores that this process may keep busy, within its affinity and a container's limit.
+
+    ``cores`` replaces the affinity.
+    """
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     for group in groups():
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -23,13 +25,13 @@ def usable_cores(cores: int | None = None) -> int:
                 quota, period = map(int, (group / _QUOTA).read_text().split())
             else:
                 quota, period = (int((group / name).read_text()) for name in _QUOTA_AND_PERIOD)
-            if quota > 0 and period > 0:  # -1 is no limit
+            if quota > 0 and period > 0:  # -1 means no limit
                 cores = min(cores, max(1, math.ceil(quota / period)))
     return cores
 
 
 def groups() -> Iterator[Path]:
-    """Control groups that may limit this process: its own and those around it, as far as they are mounted."""
+    """Yield control groups that may limit this process: its own and their ancestors, as far as they are mounted."""
     mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
     yield from mounted.values()
     try:

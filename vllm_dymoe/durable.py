@@ -1,10 +1,10 @@
 """Files and folders that exist whole or not at all, whenever a process dies.
 
 A folder that is being written is ``NAME.partial-BOOT-RANDOM`` next to the final one, and private until it is complete.
-The lock that its writer holds on it (``flock``) proves that the writer lives; host names and process ids prove nothing,
-because containers share them. Every start removes temporary folders that no process holds. BOOT identifies the running
-kernel: on a disk that several machines share another machine's lock cannot be seen, so its folders are left alone while
-anything in them is new.
+A lock (``flock``) on it proves that its writer lives; host names and process ids prove nothing, because containers
+share them. Every start removes temporary folders that no process holds. BOOT identifies the running kernel: locks of
+another machine on a shared disk are not visible, so another machine's folders are left alone while anything in them is
+new.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from pydantic import TypeAdapter
 Measured = TypeVar("Measured")
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
-_FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read what is complete, and write nothing
-PRIVATE_MODE = 0o600  # of what tells about prompts
-_OLD_SECONDS = 3600.0  # after which what another machine was writing counts as given up
+_FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read complete files, and write nothing
+PRIVATE_MODE = 0o600  # of files that reveal information about prompts
+_OLD_SECONDS = 3600.0  # after which a folder of another machine counts as given up
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a file for reading. OSError also for a folder, a device or a FIFO, which would block for ever."""
+    """Open a file for reading; OSError also for a folder, a device or a FIFO, which would block for ever."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -45,7 +45,7 @@ def open_regular(path: Path | str) -> int:
 
 
 def close_file(file: int) -> None:
-    """Close a descriptor and ignore errors: what was written has been synced before."""
+    """Close a descriptor and ignore errors: its data has been synced before."""
     with contextlib.suppress(OSError):
         os.close(file)
 
@@ -79,7 +79,10 @@ def create(path: Path, *, exclusive: bool = True) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line to a file, in one write, and make it durable; what a kill has left of another line is cut off."""
+    """Append a line to a file in one write, and make it durable.
+
+    An incomplete last line of a killed process is cut off.
+    """
     file = create(path, exclusive=False)
     try:
         end = os.pread(file, os.fstat(file).st_size, 0).rfind(b"\n") + 1
@@ -120,7 +123,7 @@ def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
 
 
 def remove_given_up(folder: Path, pattern: str) -> None:
-    """Remove old files of a pattern, as ``replace_file`` (NAME.RANDOM) of a process that was killed leaves them."""
+    """Remove old files of a pattern, left by a ``replace_file`` (NAME.RANDOM) whose process was killed."""
     for left in folder.glob(pattern):
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _OLD_SECONDS:
@@ -128,8 +131,7 @@ def remove_given_up(folder: Path, pattern: str) -> None:
 
 
 def keep_beside(path: Path, key: str, measured: Any) -> None:
-    """Keep a dataclass by a key beside a store, for the next start; a folder that cannot be written is measured
-    again."""
+    """Store a dataclass under a key next to a store; if the folder cannot be written, the next start measures again."""
     kind = type(measured)
     kept = _all_kept(path, kind) | {key: measured}
     content = TypeAdapter(dict[str, kind]).dump_json(kept, indent=2)  # type: ignore[valid-type]
@@ -138,7 +140,7 @@ def keep_beside(path: Path, key: str, measured: Any) -> None:
 
 
 def kept_beside(path: Path, key: str, kind: type[Measured]) -> Measured | None:
-    """Return the dataclass that was kept there under a key, if it can be read."""
+    """Return the dataclass that was stored under a key, if it can be read."""
     return _all_kept(path, kind).get(key)
 
 
@@ -153,7 +155,7 @@ def _all_kept(path: Path, kind: type[Measured]) -> dict[str, Measured]:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and its parents, which no other user may write."""
+    """Create a folder and its parents so that no other user may write there."""
     if not folder.is_dir():
         make_folders(folder.parent)
         with contextlib.suppress(FileExistsError):
@@ -161,7 +163,7 @@ def make_folders(folder: Path) -> None:
 
 
 def open_private(folder: Path) -> int:
-    """Open a folder that is this user's alone, and make it if it is missing; OSError if others can use it, too."""
+    """Open a folder that is this user's alone, creating it if needed; OSError if others can use it, too."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -184,8 +186,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder until the descriptor that is returned is closed, or its process dies. None if another one holds it,
-    or has removed it; OSError where there are no locks."""
+    """Lock a folder until the returned descriptor is closed, or its process dies.
+
+    Returns None if another process holds the lock, or has removed the folder; OSError if there are no locks.
+    """
     try:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -211,8 +215,10 @@ class Partial(NamedTuple):
 
 
 def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Partial:
-    """Make the temporary folder beside ``folder``, or take a dead writer's that ``resume`` accepts; remove all
-    others."""
+    """Create the temporary folder next to ``folder``, or take over a dead writer's that ``resume`` accepts.
+
+    All other temporary folders of dead writers are removed.
+    """
     found: Partial | None = None
     for leftover in leftovers(folder):
         with contextlib.suppress(OSError):
@@ -227,9 +233,9 @@ def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover:
         os.mkdir(partial, 0o700)
         try:
             lock = lock_folder(partial)
-        except OSError:  # no locks here, so that no process removes it either
+        except OSError:  # no locks here, so no other process removes it either
             lock = -1
-        if lock is not None:  # otherwise a cleaner was faster
+        if lock is not None:  # otherwise another process has removed it
             found = Partial(partial, lock)
     return found
 
@@ -257,7 +263,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Any:
-    """Hold a folder's lock, where locks exist, so that it does not count as a leftover under another name."""
+    """Hold a folder's lock, if there are locks, so that it does not count as a leftover under another name."""
     try:
         lock = lock_folder(folder)
     except OSError:
@@ -270,7 +276,7 @@ def _held(folder: Path) -> Any:
 
 
 def put_back(folder: Path) -> None:
-    """Undo what a writer that died between the two renames of ``replace_folder`` has done."""
+    """Restore a folder after a writer died between the two renames of ``replace_folder``."""
     if folder.exists():
         return
     for leftover in leftovers(folder):
@@ -281,7 +287,7 @@ def put_back(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return temporary folders next to ``folder``, of living and dead writers, as far as they can be listed."""
+    """Return temporary folders next to ``folder``, of live and dead writers, as far as they can be listed."""
     with contextlib.suppress(OSError):
         return sorted(folder.parent.glob(f"{glob.escape(folder.name)}{_TEMPORARY}*"))
     return []
@@ -295,12 +301,12 @@ def all_leftovers(root: Path) -> list[Path]:
 
 
 def is_temporary(folder: Path) -> bool:
-    """Return whether a folder's name is that of one that is being written, or was replaced."""
+    """Return whether a folder's name is that of a temporary or a replaced folder."""
     return _TEMPORARY in folder.name
 
 
 def is_written(temporary: Path) -> bool:
-    """Return whether the writer of a temporary folder lives, as far as this machine can tell."""
+    """Return whether the writer of a temporary folder is alive, as far as this machine can tell."""
     try:
         lock = _lock_given_up(temporary)
     except OSError:
@@ -311,7 +317,7 @@ def is_written(temporary: Path) -> bool:
 
 
 def clean(temporary: Iterable[Path]) -> list[Path]:
-    """Remove temporary folders whose writers have died; return those."""
+    """Remove temporary folders whose writers have died; return them."""
     removed = []
     for leftover in temporary:
         with contextlib.suppress(OSError):
@@ -322,7 +328,7 @@ def clean(temporary: Iterable[Path]) -> list[Path]:
 
 
 def _lock_given_up(leftover: Path) -> int | None:
-    """Lock a temporary folder whose writer has died; None if it lives, or may live on another machine."""
+    """Lock a temporary folder whose writer has died; None if it is alive, or may be on another machine."""
     lock = lock_folder(leftover)
     if lock is None:
         return None
@@ -350,12 +356,12 @@ def _remove_locked(folder: Path, lock: int) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether this user made the folder: what others put next to a store is not continued."""
+    """Return whether this user made the folder; folders that others put next to a store are not continued."""
     return folder.lstat().st_uid == os.geteuid()
 
 
 def _boot() -> str:
-    """Return eight hex digits of the running kernel: the same in all containers of a machine."""
+    """Return eight hex digits that identify the running kernel, the same in all containers of a machine."""
     try:
         return _BOOT_ID.read_text().strip().replace("-", "")[:8]
     except OSError:

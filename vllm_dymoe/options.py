@@ -1,4 +1,4 @@
-"""Every option that a user can set, as plain data; :mod:`vllm_dymoe.resolve` reads them, see docs/options.md."""
+"""Every option that a user can set, as plain data (docs/options.md); :mod:`vllm_dymoe.resolve` reads them."""
 
 import contextlib
 import os
@@ -23,21 +23,23 @@ CALIBRATED = ("gptq", "e8")
 """Quantizers that need a calibration."""
 
 
-_LONGEST_S = 366 * 24 * 3600  # of a timeout: a year; clocks and locks overflow far above
-_MOST_ROWS = 1 << 20  # that the host computes of an expert; more than any step has
+_LONGEST_S = 366 * 24 * 3600  # upper bound of timeouts: a year; clocks and locks overflow far above
+_MOST_ROWS = 1 << 20  # upper bound of misses_rows; no step has more rows
 
 
 CHECKPOINT_OPTIONS = {"hi": "high", "lo": "low", "group_size": "group_size", "quantizer": "quantizer"}
-"""Options that a checkpoint's quantization_config may set, how its experts are stored, by the keys that the format has
-for them. Everything else is for whoever serves it."""
+"""Options that a checkpoint's quantization_config may set, by their key there: how its experts are stored.
+
+Only whoever serves the checkpoint can set the others.
+"""
 
 
 class ConfigError(ValueError):
-    """An option that cannot be honoured; the message is one sentence for the user.
+    """An invalid option; the message is one sentence for the user.
 
     Attributes:
-        option: name of the option to change, if it is one.
-        least: the smallest budget in bytes that would do, if a budget is too small.
+        option: name of the option to change, if it is a single one.
+        least: the smallest feasible budget in bytes, if a budget is too small.
     """
 
     def __init__(self, sentence: str, *, option: str | None = None, least: int | None = None) -> None:
@@ -47,7 +49,7 @@ class ConfigError(ValueError):
 
 def _check_named(value: Any) -> Any:
     if isinstance(value, str) and not value.strip():
-        raise ValueError("names no place; write a path, or leave it out")
+        raise ValueError("is empty; write a path, or leave it out")
     return value
 
 
@@ -59,17 +61,17 @@ def _find_home(path: Path) -> Path:
 
 
 Place = Annotated[Path, BeforeValidator(_check_named), AfterValidator(_find_home)]
-"""A path that a user wrote: never the current folder by accident."""
+"""A path set by a user; an empty one is refused, because it would mean the current folder."""
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """The folder for packed experts where ``store_dir`` is not set: in vLLM's cache, else in the user's.
+    """Return the folder of packed experts if ``store_dir`` is not set: in vLLM's cache, else in the user's.
 
-    ConfigError if there is no home directory to put it in.
+    ConfigError if there is no home directory.
     """
     variables = os.environ if environment is None else environment
     root = Path(variables.get("VLLM_CACHE_ROOT") or variables.get("XDG_CACHE_HOME") or "~/.cache")
-    if not variables.get("VLLM_CACHE_ROOT") and not root.is_absolute():  # the XDG specification ignores such a path
+    if not variables.get("VLLM_CACHE_ROOT") and not root.is_absolute():  # the XDG specification ignores relative paths
         root = Path("~/.cache")
     try:
         folder = root.expanduser() / "vllm-dymoe"
@@ -77,26 +79,30 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
             raise RuntimeError("HOME is empty")
     except RuntimeError as error:
         raise ConfigError(
-            "vllm-dymoe: there is no home directory for packed experts; set store_dir (DYMOE_STORE_DIR) to a folder."
+            "vllm-dymoe: there is no home directory for packed experts; set store_dir (DYMOE_STORE_DIR) to a folder.",
+            option="store_dir",
         ) from error
     return folder
 
 
 def store_root(store_dir: Path | None) -> Path:
-    """The folder of all packed experts: the option ``store_dir``, or a cache; ConfigError without a home."""
+    """Return the folder of all packed experts: ``store_dir`` or a cache; ConfigError without a home directory."""
     if store_dir is None:
         return cache_folder()
     try:
         return store_dir.expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"vllm-dymoe: store_dir is {store_dir}, which has no home directory ({error}).") from error
+        sentence = f"vllm-dymoe: store_dir is {store_dir}, which has no home directory ({error})."
+        raise ConfigError(sentence, option="store_dir") from error
 
 
 class ExpertBudget(BaseModel):
-    """Device memory for experts on each rank: bytes, a share of the high precision, slots in it, or none of them:
-    automatic.
+    """Memory for experts on each rank: bytes, a share of all experts' bytes, or a number of slots.
 
-    ``slots`` are as many experts as a token uses in a layer, or as a layer has.
+    Automatic if none is set.
+
+    ``slots`` stands for as many slots as a token uses experts in a layer ("top-k"), or as a layer has experts
+    ("layer").
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,7 +113,10 @@ class ExpertBudget(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Read "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"); or ConfigError."""
+        """Parse "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%").
+
+        Raises ConfigError for anything else.
+        """
         if isinstance(value, ExpertBudget):
             return value
         if value == "auto":
@@ -116,7 +125,7 @@ class ExpertBudget(BaseModel):
             return cls(slots=value)
         if isinstance(value, bool):
             raise ConfigError(
-                "vllm-dymoe: a truth value is no budget; write a share such as 25%, or bytes such as 8GiB."
+                "vllm-dymoe: true and false are no budgets; write a share such as 25%, or bytes such as 8GiB."
             )
         try:
             if isinstance(value, float) and value <= 1:
@@ -126,7 +135,7 @@ class ExpertBudget(BaseModel):
             return cls(bytes=TypeAdapter(ByteSize).validate_python(value))
         except ValueError as error:
             raise ConfigError(
-                f"vllm-dymoe: {value} is no budget; write a share such as 25%, or bytes such as 8GiB."
+                f"vllm-dymoe: {value} is not a budget; write a share such as 25%, or bytes such as 8GiB."
             ) from error
 
     @property
@@ -138,80 +147,82 @@ AUTO = ExpertBudget()
 
 
 class TraceOptions(BaseModel):
-    """What is recorded of the routers, see docs/traces.md; a trace tells about prompts."""
+    """How routing is traced, see docs/traces.md; a trace reveals information about prompts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     folder: Place
-    """Where every token's experts are recorded to."""
+    """Folder of the trace."""
     limit: ByteSize = ByteSize(256 * 2**20)
-    """Bytes that the folder may have; recording ends there."""
+    """Maximum size of the folder in bytes; then recording ends."""
     inputs: bool = False
-    """Whether the routers' inputs are recorded as well, which are hundreds of times larger."""
+    """Whether to record the routers' inputs as well, which are hundreds of times larger."""
 
 
 class TrainPredictorOptions(BaseModel):
-    """A predictor that is trained while the server serves, see docs/predictors.md."""
+    """Training of a predictor while the server runs, see docs/predictors.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     file: Place
-    """Where it is written to at the end, and read from at the next start."""
+    """File of the predictor, written at the end and read at the next start."""
     memory: ByteSize = ByteSize(256 * 2**20)
-    """Bytes of the device for sums; with fewer than all layers need, they are trained in turn."""
+    """Device memory for training sums, in bytes; if it does not suffice for all layers, they are trained in turn."""
 
 
 class Options(BaseModel):
-    """The options of vllm-dymoe. See the module for where they are read from."""
+    """The options of vllm-dymoe; the module says where they are read from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     high: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high precision."""
     low: Literal[8, 4, 2, 0] = 0
-    """Bits per weight of the low precision; 0 skips low experts. With dymoe 2."""
+    """Bits per weight of the low precision; 0 skips experts that are wanted low. The default for dymoe is 2."""
     group_size: Literal[32, 64, 128] = 64
-    """Weights that share a scale and zero, along the inputs."""
+    """Number of weights along the input dimension that share a scale and a zero."""
     quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
-    """Round to nearest, HQQ (slower, better at 2 bits); GPTQ, E8 by vllm-dymoe quantize."""
+    """Round to nearest, or HQQ (slower, better at 2 bits); GPTQ and E8 need `vllm-dymoe quantize`."""
     dense: Literal[16, 8, 4] = 16
-    """Bits of a 16-bit checkpoint's attention, shared experts and LM head; 16 leaves them, on a GPU 8 is FP8."""
+    """Bits of a 16-bit checkpoint's attention, shared experts and LM head; 16 keeps them, 8 is FP8 on a GPU."""
     activations: Literal[16, 8] = 16
-    """Bits of what a CPU multiplies codes with; 8 is faster for batches and loses more."""
+    """Bits of activations that a CPU multiplies codes with; 8 is faster for batches and less accurate."""
     expert_budget: ExpertBudget = AUTO
-    """Device memory for experts, on each rank: [the budget](#the-budget)."""
+    """Device memory for experts on each rank: see [the budget](#the-budget)."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
-    """Where packed experts live: on disk, in pinned memory, or what there is room for."""
+    """Where packed experts are stored: on disk, in pinned memory, or (auto) in pinned memory if there is room."""
     host_memory: ExpertBudget = AUTO
-    """Host memory for experts, on each rank: "auto", bytes ("16GiB"), or a share of all."""
+    """Host memory for experts on each rank: "auto", bytes ("16GiB"), or a share of all experts."""
     checksums: Literal["first", "always"] = "first"
-    """When an expert's bytes are checked: whenever they come from the disk, or from the page cache, too."""
+    """When an expert's bytes are verified: when they are read from disk, or also when they come from the page cache."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
     shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has, and on
     a GPU measures steps of both at the first start and takes the faster one."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
-    """Rows of an expert that the host computes beside a device at most; with more it is fetched."""
+    """Maximum rows of an expert that the CPU computes for a device; an expert with more rows is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"
-    """What decides in decode which experts are kept and fetched: [CUDA graphs](#cuda-graphs)."""
+    """Who plans decode steps, that is which experts are kept and fetched: see [CUDA graphs](#cuda-graphs)."""
     store_dir: Place | None = None
-    """For what is quantized while it loads; else `vllm-dymoe` in `VLLM_CACHE_ROOT`, `XDG_CACHE_HOME` or ~/.cache."""
+    """Folder for experts quantized while loading; by default `vllm-dymoe` in `VLLM_CACHE_ROOT`, `XDG_CACHE_HOME` or
+    ~/.cache.
+    """
     policy: str = "exact"
-    """How experts are served: [policies](#policies)."""
+    """How experts are served: see [policies](#policies)."""
     policy_options: dict[str, Any] = {}
     """Parameters of the policy, by name."""
     predictor: Place | None = None
-    """File of a predictor that `vllm-dymoe train` has trained, in place of the policy's own."""
+    """File of a predictor trained by `vllm-dymoe train`, which replaces the policy's own."""
     train_predictor: TrainPredictorOptions | None = None
-    """[Trains](predictors.md) a predictor while serving, and uses it: its file, or an object of `file` and `memory`."""
+    """[Trains](predictors.md) a predictor while serving, and uses it: a file, or an object with `file` and `memory`."""
     transfer_timeout_s: float = Field(default=60, ge=0, le=_LONGEST_S)
-    """Seconds of one expert's transfer, after which requests that wait for it fail; 0 for ever."""
+    """Maximum seconds of one expert's transfer, after which requests that wait for it fail; 0 for no limit."""
     disk_gbps: float | None = Field(default=None, gt=0)
-    """1e9 bytes per second of an emulated disk, slower than the real one."""
+    """Rate of an emulated disk in GB/s (1e9 bytes), slower than the real one."""
     link_gbps: float | None = Field(default=None, gt=0)
-    """1e9 bytes per second of the link to an emulated card, on a CPU."""
+    """Rate of the link to an emulated card in GB/s (1e9 bytes), on a CPU."""
     trace: TraceOptions | None = None
-    """[Records](traces.md) every token's experts: a folder, or an object of `folder`, `limit` and `inputs`."""
+    """[Records](traces.md) every token's experts: a folder, or an object with `folder`, `limit` and `inputs`."""
 
     @field_validator("expert_budget", "host_memory", mode="before")
     @classmethod
@@ -245,31 +256,31 @@ class Options(BaseModel):
             )
         if self.quantizer == "e8" and self.stored_bits not in ((4, 2), (2,)):
             raise ValueError(
-                f"quantizer is e8, whose points have 2 bits, alone or inside of 4, but high is {self.high} and low is "
+                f"quantizer e8 supports 2 bits, alone or nested in 4, but high is {self.high} and low is "
                 f"{self.low}; set high to 4 and low to 2, or high to 2 and low to 0"
             )
         if self.predictor is not None and self.train_predictor is not None:
-            raise ValueError("train_predictor reads its own file where it exists; leave predictor out")
+            raise ValueError("train_predictor reads its own file if that exists; leave predictor out")
         if self.host_store == "file" and not self.host_memory.is_auto:
             raise ValueError('host_memory is how much of the experts is held, which host_store = "file" leaves to the '
                              "page cache; leave one of them out")  # fmt: skip
         if self.computes_misses and self.host_store == "file":
-            raise ValueError(f'misses is "{self.misses}", which needs experts in memory, and not in files')
+            raise ValueError(f'misses is "{self.misses}", which needs experts in memory, not in files')
         return self
 
     @property
     def predictor_file(self) -> Path | None:
-        """The file of a predictor to serve with: that of ``predictor``, or what ``train_predictor`` wrote before."""
+        """Return the predictor to serve with: ``predictor``, or the file that ``train_predictor`` wrote earlier."""
         if self.train_predictor is not None and self.train_predictor.file.is_file():
             return self.train_predictor.file
         return self.predictor
 
     @property
     def computes_misses(self) -> bool:
-        """Whether the host computes experts without a slot; False where that is not settled so far."""
+        """Whether misses are certainly executed on the CPU; False for "auto", which is resolved later."""
         return self.misses in ("compute", "share")
 
     @property
     def stored_bits(self) -> tuple[int, ...]:
-        """Bit-widths that the host store holds, the high precision first."""
+        """Bit-widths in the host store, the high precision first."""
         return (self.high,) if self.low == 0 else (self.high, self.low)

@@ -1,6 +1,6 @@
-"""From what a user wrote to options that can be served: the one place where both are judged.
+"""Merges and validates what a user wrote into options that can be served.
 
-Each refusal says where an option was written, what is wrong and what to do.
+Each error says where the option was set, what is wrong and what to do.
 """
 
 import difflib
@@ -19,7 +19,8 @@ from vllm_dymoe.policies import POLICIES, PolicyOptionError, make_policy
 ENVIRONMENT_PREFIX = "DYMOE_"
 # Keys of a checkpoint's quantization_config that describe the checkpoint, not an option.
 _CHECKPOINT_ONLY_KEYS = frozenset({"quant_method", "format_version", "zeros_in_steps", "ordered", "codebooks", "dense"})
-# What Kubernetes and Docker's links inject for a service whose name begins with "dymoe"; no option is named so.
+# Variables that Kubernetes and Docker links inject for a service whose name begins with "dymoe"; no option is named
+# like them.
 _OF_A_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _ADDITIONAL = "additional_config.dymoe."
 
@@ -29,9 +30,9 @@ def resolve_options(
     checkpoint: Mapping[str, Any] | None = None,  # quantization_config of the checkpoint, if it is ours
     environment: Mapping[str, str] | None = None,  # ``os.environ`` if None
 ) -> Options:
-    """Merge the three places that options are read from; a budget or host store that is not set is the policy's.
+    """Merge the three sources of options; an unset budget or host store is the policy's default.
 
-    ConfigError for an unknown key, an impossible value, or a combination that cannot work.
+    ConfigError for an unknown key, an invalid value, or a combination that cannot work.
     """
     if not isinstance(additional or {}, Mapping):
         raise ConfigError(
@@ -53,13 +54,14 @@ def resolve_options(
     stored = {key: value for key, value in (checkpoint or {}).items() if key not in _CHECKPOINT_ONLY_KEYS}
     if foreign := sorted(map(str, stored.keys() - CHECKPOINT_OPTIONS.keys())):
         raise ConfigError(
-            f"vllm-dymoe: quantization_config.{foreign[0]} (config.json) cannot be set by a checkpoint, which says how "
-            f"its experts are stored ({', '.join(sorted(CHECKPOINT_OPTIONS))}) and nothing else; remove it there, and "
-            f"set {_ADDITIONAL}{foreign[0]} if you want it."
+            f"vllm-dymoe: quantization_config.{foreign[0]} (config.json) cannot be set by a checkpoint, which says "
+            f"how its experts are stored ({', '.join(sorted(CHECKPOINT_OPTIONS))}); remove it there, and "
+            f"set {_ADDITIONAL}{foreign[0]} if you want it.",
+            option=foreign[0],
         )
     variables = options_of_environment(os.environ if environment is None else environment)
     values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | dict(additional or {})
-    # Each option as the user wrote it.
+    # Where each option was set.
     written = {CHECKPOINT_OPTIONS[key]: f"quantization_config.{key} (config.json)" for key in stored}
     written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
     written |= {option: _ADDITIONAL + option for option in additional or ()}
@@ -70,10 +72,12 @@ def resolve_options(
         options = Options(**values)
         policy = make_policy(options)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, written)) from None
+        location = error.errors()[0]["loc"]
+        option = str(location[0]) if location else None  # None for an error of several options together
+        raise ConfigError(_sentence(error, written), option=option) from None
     except PolicyOptionError as error:
         place = written.get(error.option, _ADDITIONAL + error.option)
-        raise ConfigError(f"vllm-dymoe: {place}: {error}.") from None
+        raise ConfigError(f"vllm-dymoe: {place}: {error}.", option=error.option) from None
     defaults: dict[str, Any] = {"expert_budget": policy.default_budget, "host_store": policy.default_host_store}
     if options.computes_misses:
         defaults["host_store"] = "pinned"
@@ -90,19 +94,19 @@ def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):  # no JSON, a number of too many digits, or too deep
+        except (ValueError, RecursionError):  # not JSON, a number with too many digits, or too deeply nested
             value = text
         options[option.lower()] = value
     return options
 
 
 def _is_of_a_service(name: str, text: str) -> bool:
-    """Whether an orchestrator may have set a variable; ``_PORT`` only if it holds an address."""
+    """Return whether an orchestrator may have set a variable; ``_PORT`` only if it holds an address."""
     return _OF_A_SERVICE.fullmatch(name) is not None or (f"_{name}".endswith("_PORT") and "://" in text)
 
 
 def _sentence(error: ValidationError, written: Mapping[str, str]) -> str:
-    """One sentence per mistake: where it was written, what is wrong, what to do."""
+    """Return one sentence per mistake: where it was made, what is wrong, what to do."""
     known = sorted(Options.model_fields)
     sentences = []
     for item in error.errors():

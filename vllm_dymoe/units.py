@@ -1,13 +1,16 @@
-"""Numbers for people."""
+"""Numbers as text."""
 
 from pydantic import ByteSize
 
 
 def size(nbytes: float) -> str:
-    """Bytes with a unit: 1536 -> 1.5 KiB."""
+    """Return bytes with a unit: 1536 -> 1.5 KiB."""
     return ByteSize(nbytes).human_readable(separator=" ")
 
 
 def too_small(needed: int, left: int) -> str:
-    """Of a disk with less room than ``needed`` bytes; the difference is said because both may look alike."""
+    """Return a sentence about a disk with less room than ``needed`` bytes.
+
+    It contains the difference, because both numbers may look alike.
+    """
     return f"needs {size(needed)}, but its disk has {size(left)} left ({size(needed - left)} too little)"

@@ -32,7 +32,7 @@ OTHERS = (
     {"label": "all in memory", "policy": "exact", "host_store": "pinned"},
     {"label": "all in memory, dense layers at 8 bits", "policy": "exact", "host_store": "pinned", "dense": 8},
 )
-SAME = tuple(other["label"] for other in OTHERS)  # their rows differ little from budget to budget
+SAME = tuple(other["label"] for other in OTHERS)  # their rows hardly depend on the budget
 PEER = "vllm"
 COLUMNS = [
     "policy", "budget", "TTFT ms", "TPOT ms", "p99", "tokens/s", "of full load", "memory used", "experts peak MB",
@@ -43,7 +43,7 @@ QUALITY = HERE.parent / "quality" / "results.json"
 
 
 def bench(folder: Path, out: Path, *options: str) -> None:
-    """One run of the command; rows that `out` has are not measured again."""
+    """Run the command once; rows in `out` are not measured again."""
     command = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out]
     command += ["--peer", PEER, *options]
     command += [part for policy in ("exact", *map(json.dumps, OTHERS)) for part in ("--policy", policy)]
@@ -54,7 +54,7 @@ def bench(folder: Path, out: Path, *options: str) -> None:
 
 
 def results(out: Path, layers: int) -> dict[str, Any]:
-    """Both runs as data: the numbers of `vllm-dymoe bench`, and tokens per second with prompts included."""
+    """Return both runs as data: the numbers of `vllm-dymoe bench`, and tokens per second with prompts included."""
     rows, titles = [], {}
     for name in ("alone", "together"):
         measured = [row for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]
@@ -76,7 +76,7 @@ def results(out: Path, layers: int) -> dict[str, Any]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """Speed and quality over the bytes of experts on the device, in Markdown."""
+    """Return speed and quality by the bytes of experts on the device, in Markdown."""
     uniform = json.loads(QUALITY.read_text())["sections"]["uniform"]
     (four_bits,) = (row for row in uniform if (row["bits"], row["quantizer"]) == (4, "rtn"))
     rows = found["rows"]

@@ -1,11 +1,10 @@
 """The synthetic model: layer shapes of Qwen3-30B-A3B, random weights, as many layers as fit.
 
-Attention, norms and router are as in the real model. The vocabulary shrinks with the
-number of layers, so that the output head keeps the share of a token's time that it has
-in the real one. What a layer adds is small beside the token it adds to, as at the start
-of training (GPT-2's scaling): if it were not, attention's average over the text, nearly the
-same for every token, would choose the experts. So a random router chooses them evenly, and
-for the next token the same ones by chance alone: the worst case for any cache.
+Attention, norms and router are as in the real model. The vocabulary shrinks with the number of layers, so that the
+output head keeps its share of a token's time. What a layer adds is small compared with the token it adds to, as at the
+start of training (GPT-2's scaling). Otherwise attention's average over the text, nearly the same for every token, would
+choose the experts. So a random router chooses experts evenly, and repeats them for the next token by chance alone: the
+worst case for any cache.
 """
 
 import json
@@ -18,16 +17,18 @@ REAL_LAYERS, REAL_VOCABULARY = 48, 151_936
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 4, 128
 EXPERTS, TOP_K, INTERMEDIATE = 128, 8, 768
 ADDED = (2 * REAL_LAYERS) ** -0.5
-"""Of what attention or experts add to a token: both do in each layer, and together they add as much as a token is."""
+"""Size of what attention or experts add to a token in one layer: all layers together add as much as the token
+itself.
+"""
 
 
 def vocabulary(layers: int) -> int:
-    """Entries that keep the head's share of the time."""
+    """Return the number of entries that keeps the head's share of the time."""
     return -(-REAL_VOCABULARY * layers // REAL_LAYERS // 64) * 64
 
 
 def config(layers: int) -> dict:
-    """config.json of the model."""
+    """Return the config.json of the model."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -57,14 +58,14 @@ def config(layers: int) -> dict:
 
 
 def write(folder: Path, layers: int) -> None:
-    """Write the bf16 checkpoint; its last file is config.json, so that a folder with one is complete."""
+    """Write the bf16 checkpoint; config.json comes last, so a folder with one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    # Weights are windows of one random pool: drawing ten billion numbers takes longer than writing them.
+    # Weights are windows of one random pool, because drawing ten billion numbers takes longer than writing them.
     pool = torch.randn(1 << 25, generator=generator).bfloat16()
 
     def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        """[rows, columns]: what has rms 1 comes out of it with rms ``gain``."""
+        """Return a matrix [rows, columns] that maps inputs of rms 1 to outputs of rms ``gain``."""
         count = rows * columns
         start = int(torch.randint(pool.numel(), (1,), generator=generator))
         numbers = pool[start : start + count]

@@ -1,8 +1,8 @@
-"""What one MoE layer costs the host on a CPU: one native call, beside the same layer planned and computed step by step.
+"""Host time of one MoE layer on a CPU: one native call, compared with planning and computing step by step.
 
 Both serve the same random experts at 4 bits, with all of them resident and with a quarter, whose misses are computed in
-memory; outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, as any device without the native
-call does. One thread, its processor time; the two take turns, and ratios are of medians.
+memory; outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, like any device without the native
+call. One thread, its processor time; the two alternate, and ratios are of medians.
 
     python benchmarks/cpu/host_time.py [--steps 60]
 """
@@ -37,7 +37,7 @@ SHAPES = {  # layers, experts, experts of a token, hidden, intermediate
 
 
 def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServer:
-    """A server whose misses are computed in memory, with the native call or without."""
+    """Return a server whose misses are computed in memory, with the native call or without."""
     options = Options(high=4, low=0, expert_budget=budget, misses="compute")
     engine = make_engine(store, CPU, 0) if stepwise else None
     server = ExpertServer(store, options, CPU, engine=engine)
@@ -47,7 +47,7 @@ def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServe
 
 
 def measure(store: FileStore, shape: tuple[int, ...], steps: int, tokens: int) -> dict[str, float]:
-    """Median us of a layer, by path and budget; SystemExit if outputs differ."""
+    """Return the median us of a layer, by path and budget; SystemExit if outputs differ."""
     layers, experts, top_k, hidden, _ = shape
     servers = {
         (path, budget): make_server(store, budget, stepwise=path == "stepwise")

@@ -1,8 +1,8 @@
-"""How near one layer's experts on a CPU come to what the machine's memory and its multipliers allow.
+"""How close one layer's experts on a CPU come to the limits of the machine's memory and multipliers.
 
-Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 for each token, random ones of more bytes than caches hold. The bound
-is the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) computes the layer at 4 bits in turns with it; it is left out with a sentence where `pip install xllamacpp` is
+Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 per token, random ones with more bytes than caches hold. The bound is
+the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
+repacked) computes the layer at 4 bits in alternation; it is left out with a message if `pip install xllamacpp` is
 missing.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
@@ -34,7 +34,7 @@ clock: Callable[[], float] = time.perf_counter
 
 
 def make_experts(encoding: str, group: int) -> tuple[list[PackedExpert], torch.Tensor]:
-    """Random experts and their bytes, uint8 [EXPERTS, bytes of one]."""
+    """Return random experts and their bytes, uint8 [EXPERTS, bytes of one]."""
 
     def plain(bits: int) -> ExpertFormat:
         return ExpertFormat(
@@ -56,7 +56,7 @@ def make_experts(encoding: str, group: int) -> tuple[list[PackedExpert], torch.T
 
 
 class Layer:
-    """One code's layer, and steps of random tokens over it."""
+    """A layer in one encoding, and steps of random tokens over it."""
 
     def __init__(self, encoding: str, group: int, isa: str | None, activations: int = 16) -> None:
         self.experts, self.arena = make_experts(encoding, group)
@@ -64,7 +64,7 @@ class Layer:
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self, tokens: int) -> tuple[float, int]:
-        """Seconds of a step of so many tokens, and how many experts it had."""
+        """Return the seconds of a step of ``tokens`` tokens, and how many experts it had."""
         ids = torch.rand(tokens, EXPERTS, generator=self._generator).topk(TOP_K, dim=1).indices
         x = torch.randn(tokens, HIDDEN, generator=self._generator).bfloat16()
         grouped = group_by_expert(ids.numpy())
@@ -76,7 +76,7 @@ class Layer:
         return clock() - begin, len(grouped.experts)
 
     def read(self, experts: int) -> float:
-        """Seconds that all threads take to read so many experts, which lie behind one another."""
+        """Return the seconds that all threads take to read ``experts`` adjacent experts."""
         first = int(torch.randint(EXPERTS - min(experts, EXPERTS) + 1, (), generator=self._generator))
         words = self.arena[first : first + experts].view(torch.int64).view(-1)
         begin = clock()

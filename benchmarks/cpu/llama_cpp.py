@@ -1,4 +1,4 @@
-"""The same layer by llama.cpp: its matrices of Q4_0, repacked for this processor, through the wheel `xllamacpp`.
+"""The same layer in llama.cpp: its matrices of Q4_0, repacked for this processor, through the wheel `xllamacpp`.
 
 The wheel exports ggml's C interface, and one symbol of C++: the buffer whose tensors are repacked.
 """
@@ -26,15 +26,17 @@ class _Context(ctypes.Structure):
 
 
 def find() -> Path | None:
-    """The library of the installed wheel."""
+    """Return the library of the installed wheel."""
     found = importlib.util.find_spec("xllamacpp")
     places = [] if found is None else found.submodule_search_locations or []
     return next((file for place in places for file in Path(place).glob("xllamacpp*.so")), None)
 
 
 class LlamaCpp:
-    """Experts of random codes, and steps over them. Their shape is experts, experts of a token, width of the model, and
-    width of an expert."""
+    """Experts with random codes, and steps over them.
+
+    ``shape`` is experts, experts per token, width of the model, and width of an expert.
+    """
 
     def __init__(self, library: Path, shape: tuple[int, int, int, int], threads: int) -> None:
         self._library, self._shape, self._random = ctypes.CDLL(str(library)), shape, np.random.default_rng(1)
@@ -57,7 +59,7 @@ class LlamaCpp:
         self._graphs: dict[int, tuple[int, int, int]] = {}
 
     def step(self, tokens: int) -> float:
-        """Seconds of a step of so many random tokens."""
+        """Return the seconds of a step of ``tokens`` random tokens."""
         experts, top_k, hidden, _ = self._shape
         ids = np.argsort(self._random.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
         inputs, chosen, graph = self._graphs.get(tokens) or self._graphs.setdefault(tokens, self._graph(tokens))
@@ -105,7 +107,7 @@ class LlamaCpp:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Repacking writes a line for each tensor to the process's standard error."""
+    """Silence standard error, to which repacking writes a line for each tensor."""
     kept = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)

@@ -1,7 +1,7 @@
 """`make demo`: the shipped model through vLLM with a quarter of its experts on the device.
 
-Three engines answer the same prompts one after the other, each in a process of its own: vLLM as it is, and vllm-dymoe
-with 16-bit and with 4-bit experts. Printed are texts, what serving them cost, and how many tokens are the same.
+Three engines answer the same prompts in turn, each in its own process: vLLM itself, and vllm-dymoe with 16-bit and with
+4-bit experts. Prints texts, times and bytes, and how many tokens are equal.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def serve(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def run_engine(name: str, log: Path) -> dict[str, Any]:
-    """What it did in a process of its own; its log is shown if it fails."""
+    """Return the results of an engine in its own process; its log is shown if it fails."""
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
         try:
             return pool.submit(serve, ENGINES[name]).result()
@@ -82,7 +82,7 @@ def _print_into(log: Path) -> None:
 
 
 def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Shares of equal tokens: of all, and up to each answer's first difference, behind which texts part."""
+    """Return shares of equal tokens: of all, and up to each answer's first difference, after which texts diverge."""
     equal = compared = comparable = parted = 0
     for ours, theirs in zip(tokens, reference, strict=True):
         same = [a == b for a, b in zip(ours, theirs, strict=True)]
@@ -92,7 +92,7 @@ def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[f
 
 
 def show_texts(console: Console, answers: dict[str, Any]) -> None:
-    """Answers to two prompts of each domain."""
+    """Print answers to two prompts of each domain."""
     domains = [prompt["domain"] for prompt in json.loads((MODEL / "prompts.json").read_text())]
     for number, domain in enumerate(domains):
         if domains[:number].count(domain) < 2:
@@ -101,7 +101,7 @@ def show_texts(console: Console, answers: dict[str, Any]) -> None:
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """What serving cost: the head, then latency, rate, hits, bytes and equal tokens of each engine."""
+    """Return the table: a head, then latency, rate, hits, bytes and equal tokens of each engine."""
     reference = results["vLLM"]["tokens"]
     table = [["", "TTFT ms", "TPOT ms", f"batch of {len(reference)}, tokens/s", "experts on device", "hits", "moved"]]
     table[0] += ["equal tokens", "to first difference"]
@@ -117,7 +117,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def picture(results: dict[str, dict[str, Any]], path: Path) -> Path:
-    """Tokens per second against the experts on the device: a point for each engine."""
+    """Draw tokens per second by experts on the device: a point for each engine."""
     panel = figures.Panel("The small model, one request at a time", "experts on the device, MiB", "tokens per second")
     model = json.loads((MODEL / "config.json").read_text())
     weights = (

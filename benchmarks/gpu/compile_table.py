@@ -1,9 +1,9 @@
 """What do the compilers make of the kernels, on every architecture?
 
 Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
-registers, spills, shared memory, tensor-core instructions and how decode computes to compiled.json. A
-row of the same kernel source, tile and Triton is kept: a run that was interrupted goes on where it was. `--jobs`
-compiles in several processes, `--triton` and `--architecture` for one of them only.
+registers, spills, shared memory, tensor-core instructions and the order of decode's operations to compiled.json. A row
+of the same kernel source, tile and Triton is kept, so an interrupted run resumes. `--jobs` compiles in several
+processes, `--triton` and `--architecture` for one of them only.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package stays the one that is used
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package takes precedence
 
 import triton
 from flow import digests
@@ -28,11 +28,11 @@ HERE = Path(__file__).parent
 TABLE = HERE / "compiled.json"
 COLUMNS = ("triton", "architecture", "kernel", "shape", "precisions", "note")
 TRITONS = {"3.6.0": "torch 2.11, vLLM 0.26", "3.7.1": "torch 2.13, vLLM 0.32", "3.8.0": "torch 2.14, vLLM 0.33"}
-"""Those that supported torch builds ship."""
+"""The Tritons of supported torch builds."""
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one program may have, from NVIDIA's compute capability table."""
 BARRIERS = {"3.6.0": 6}
-"""In a strip of 64 columns; its layout of scales is another one than that of the products."""
+"""Barriers in a strip of 64 columns; the layout of scales differs from that of the products."""
 INSTRUCTIONS = {
     8: {"8": 490, "4": 310, "2": 285, "4/2": 360, "8/4": 500, "mxfp4": 295, "nvfp4": 215, "fp8": 330, "e8": 345,
         "e8+e8/e8": 655},
@@ -41,22 +41,22 @@ INSTRUCTIONS = {
 """At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
 there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
 SPILLS = {"3.6.0": 8}
-"""Bytes of a thread: of gate and up with MXFP4 on sm_90."""
+"""Spilled bytes of a thread: gate and up with MXFP4 on sm_90."""
 
 
 def problems(row: dict) -> list[str]:
-    """What is wrong with a variant, as sentences."""
+    """Return what is wrong with a variant, as sentences."""
     found = []
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
-    # A launch that fetches waits for the link, and one program for a layer for itself: a few bytes do not matter there.
+    # A launch that fetches waits for the link, and planning is one program per layer: there a few bytes do not matter.
     waits = "device" in row["note"] or row["kernel"] == "decide"
     on_tensor_cores = row["kernel"].startswith("mma")
     allowed = 64 if waits and not on_tensor_cores else SPILLS.get(row["triton"], 0)
     if row["spill_bytes"] > allowed and not grouped:
         found.append(f"{name} spills {row['spill_bytes']} bytes")
     if row["shared_bytes"] > SHARED_KIB[row["architecture"]] * 1024:
-        found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than there are")
+        found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than available")
     if grouped and not row["tensor_cores"]:
         found.append(f"{name} has no tensor-core instructions")
     if on_tensor_cores:
@@ -70,9 +70,9 @@ def problems(row: dict) -> list[str]:
     if "flow" in row:
         fetching, fetching_two, plain, plain_two = row["flow"].split()
         if (fetching, fetching_two) != (plain, plain_two):
-            found.append(f"{name} computes otherwise where it fetches")
+            found.append(f"{name} computes differently when it fetches")
         if (fetching, plain) != (fetching_two, plain_two):
-            found.append(f"{name} computes a token otherwise beside another one")
+            found.append(f"{name} computes a token differently with another one")
     return found
 
 
@@ -87,7 +87,7 @@ def has_flow(row: dict) -> bool:
 
 
 def compile_row(variant: Variant) -> dict:
-    """One row of the table."""
+    """Return one row of the table."""
     named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
     row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
     return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def _with(version: str) -> None:
-    """Compile with a Triton of its own, which is installed beside the checkout's."""
+    """Compile with another Triton, installed next to the checkout's."""
     folder = Path(__file__).resolve().parents[2] / "build" / f"triton-{version}"
     if not folder.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
@@ -141,17 +141,17 @@ def _with(version: str) -> None:
 
 
 def key(row: dict) -> tuple:
-    """Of which Triton and variant it is."""
+    """Return the Triton and variant of a row."""
     return tuple(row[column] for column in COLUMNS)
 
 
 def known_rows() -> list[dict]:
-    """Rows of whatever sources."""
+    """Return all rows, from whatever sources."""
     return json.loads(TABLE.read_text()) if TABLE.exists() else []
 
 
 def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
-    """Rows of planned variants whose source, tile and arguments are still what they were compiled from."""
+    """Return rows of planned variants whose source, tile and arguments have not changed."""
     known = {variant.key: variant.digest for variant in planned}
     rows = [row for row in rows if row["triton"] in TRITONS and known.get(key(row)[1:]) == row["digest"]]
     return [row for row in rows if "flow" in row or not has_flow(row)]

@@ -1,4 +1,4 @@
-"""Experts by themselves, without a server: what a kernel computes of some, and where a launch finds them."""
+"""Experts without a server: their computation by a kernel, and the arguments of a launch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -17,9 +17,9 @@ from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
 
 class ExpertWork(NamedTuple):
-    """One expert's share of one layer's step."""
+    """One expert's part of one layer's step."""
 
-    gate: PackedMatrix  # [intermediate, hidden], or [0, hidden] for none
+    gate: PackedMatrix  # [intermediate, hidden], or [0, hidden] without a gate
     up: PackedMatrix  # [intermediate, hidden]
     down: PackedMatrix  # [hidden, intermediate]
     tokens: Tensor  # int64 [n], rows of x that are routed to the expert
@@ -27,7 +27,7 @@ class ExpertWork(NamedTuple):
 
 
 def work_of_ids(experts: Mapping[int, PackedExpert], ids: Tensor) -> list[ExpertWork]:
-    """Of each expert that occurs in ids, int [tokens, top_k] where the experts are."""
+    """Return the work of each expert that occurs in ids, int [tokens, top_k] on the experts' device."""
     pairs = ids.flatten().argsort(stable=True).split(ids.flatten().bincount().tolist())
     return [ExpertWork(*experts[expert], rows // ids.shape[1], rows) for expert, rows in enumerate(pairs) if len(rows)]
 
@@ -47,7 +47,7 @@ def compute_experts(
 def begin_experts(
     kernel: ExpertKernel, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation
 ) -> list[int]:
-    """Begin a step of some experts; its items."""
+    """Begin a step of some experts; return its items."""
     bounds = [0, *accumulate(len(expert.tokens) for expert in work)]
     rows, pairs = (
         torch.cat([getattr(expert, name).cpu() for expert in work]) if work else torch.empty(0, dtype=torch.int64)
@@ -60,7 +60,7 @@ def begin_experts(
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
-    """A random matrix of a format, with weights and biases of about the size that models have, over poisoned bytes."""
+    """Return a random matrix of a format, with weights and biases of a model's usual size, over poisoned bytes."""
     generator = torch.Generator().manual_seed(seed)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8) if format.nested else None
@@ -113,7 +113,7 @@ def _pack_floats(format: MatrixFormat, codes: Tensor, size: float, section: Tens
 
 
 def section_of(packed: PackedMatrix) -> Tensor:
-    """The bytes that a packed matrix is a view of, from the first of its section to the last."""
+    """Return the bytes that a packed matrix is a view of, from the first of its section to the last."""
     return torch.empty(0, dtype=torch.uint8, device=packed.weight.device).set_(packed.weight.untyped_storage())
 
 
@@ -126,16 +126,16 @@ def table_of_slices(
     residual: Sequence[int] | None = None,
     residual_destinations: Sequence[int] | None = None,
 ) -> ExpertTable:
-    """The table of experts that are one packed expert each: gate, up and down behind one another.
+    """Return the table of packed experts: gate, up and down after each other.
 
     Args:
         shape: of all.
-        packed experts: addresses, multiples of 16.
-        bits: tags of each expert's code.
+        slices: addresses of packed experts, multiples of 16.
+        bits: tags of each expert's encoding.
         device: of the table.
         destinations: addresses of slots that decode fills as it reads, 0 for none.
-        fine: addresses of the packed experts' lower halves, 0 for none; only where the shape has nested codes.
-        residual_destinations: like destinations, for them.
+        residual: addresses of residual slices, 0 for none; only if the shape has nested codes.
+        residual_destinations: like destinations, for residual slices.
     """
 
     def sections(starts: Sequence[int] | None, lower: bool = False) -> Tensor | None:
@@ -155,20 +155,22 @@ def table_of_slices(
 
 
 def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Bytes from a packed expert's beginning to gate, up and down; to their upper halves where codes are nested."""
+    """Return offsets of gate, up and down in a packed expert; for nested codes, those of the upper halves."""
     gate, up, _ = (fmt.base if fmt.nested else fmt for fmt in shape.formats(bits))
     return 0, gate.nbytes, gate.nbytes + up.nbytes
 
 
 def residual_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """The same for lower halves; zeros where there are none."""
+    """Return the same for lower halves; zeros if there are none."""
     gate, up, _ = shape.formats(bits)
     return (0, gate.nbytes, gate.nbytes + up.nbytes) if gate.nested else (0, 0, 0)
 
 
 def captured(function: Callable[[], Any]) -> Any:
-    """A graph of launches, captured as vLLM does: any thread that disturbs it fails it. They are launched once before,
-    on the stream of the capture, which compiles what is not compiled yet."""
+    """Return a graph of launches, captured as in vLLM: any thread that disturbs it makes it fail.
+
+    The launches run once before, on the capture's stream, which compiles them.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,9 +1,9 @@
-"""Is every output of decode computed by the same expressions, however it is launched? Runs PTX on trees of floats.
+"""Is every output of decode computed by the same operations, however it is launched? Runs PTX on trees of floats.
 
 One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float
-operation gives, beside its value, a hash of its name and rounding and of its operands' hashes: two outputs have one
-hash if the same operations were applied in the same order to the same bits. ``compile_table.py`` notes for each kernel
-that fetches what it and the same one that does not give for two tokens, each alone and beside the other.
+operation gives, in addition to its value, a hash of its name and rounding and of its operands' hashes: two outputs have
+equal hashes if the same operations were applied in the same order to the same bits. ``compile_table.py`` records for
+each kernel that fetches, and for the same one that does not, the hashes of two tokens, each alone and both together.
 """
 
 import re
@@ -20,13 +20,14 @@ from variants import Variant
 Lanes = NDArray[np.uint64]
 _SIZES = {"pred": 1, "8": 8, "16": 16, "32": 32, "64": 64}
 _ROUNDED = np.uint64(4)
-"""In a tree: a product that is not exact and names no rounding, so that ptxas may make one instruction of it and a
-sum. Of exact ones both ways have one tree."""
-_REST = np.uint64(1)  # in memory and registers, in place of the second half's tree: it is the first one's
+"""Marks products in a tree that are inexact and name no rounding, so that ptxas may fuse them with a sum. Exact
+products have the same tree either way.
+"""
+_REST = np.uint64(1)  # in memory and registers, replaces the second half's tree, which equals the first one's
 
 
 class Value(NamedTuple):
-    """Of each thread; two floats of 16 bits may be in one register."""
+    """A value of each thread; one register may hold two 16-bit floats."""
 
     bits: Lanes
     tree: Lanes  # what it, or its lower half, was computed by; 0 for an integer, whose bits say everything
@@ -47,7 +48,7 @@ def _tree(value: Value) -> Lanes:
 
 
 class Program:
-    """The first program of a launch, which takes integer arguments; `trees` are those of each 16 bits of memory."""
+    """The first program of a launch, which takes integer arguments; `trees` are for each 16 bits of memory."""
 
     def __init__(self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int) -> None:
         lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") : ptx.index("// -- End")].splitlines()]
@@ -66,10 +67,10 @@ class Program:
         self._nothing = Value(zero, zero, zero)
 
     def run(self) -> None:
-        """To its end.
+        """Run it to its end.
 
         Raises:
-            ValueError: threads part ways, or an instruction is not known here.
+            ValueError: threads diverge, or an instruction is unknown.
         """
         at = 0
         while at < len(self._code):
@@ -82,7 +83,7 @@ class Program:
                 active = (self._registers[guard.lstrip("!")].bits != 0) ^ guard.startswith("!")
             if name.startswith(("bra", "ret")):
                 if active.any() != active.all():
-                    raise ValueError(f"threads part ways: {line}")
+                    raise ValueError(f"threads diverge: {line}")
                 if active.all():
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
             elif name == "griddepcontrol.wait":
@@ -131,7 +132,7 @@ class Program:
             address = np.where(active, self._value(base).bits.astype(np.int64) + int(offset or 0), 0)
             for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
                 where = address + number * size // 8
-                if name == "ldmatrix":  # threads 8 n to 8 n + 7 have the rows of matrix n
+                if name == "ldmatrix":  # threads 8 n to 8 n + 7 hold the rows of matrix n
                     where, size = address[lane - lane % 32 + lane % 32 // 4 + 8 * number] + 4 * (lane % 4), 32
                 if name == "st":
                     self._store(*space, where[active], size, [of[active] for of in self._value(part.strip())])
@@ -227,7 +228,7 @@ def _by_table(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def _field(values: Any, length: int) -> Any:
-    """The last bits, of which the highest is a sign where values have one."""
+    """Return the last bits, whose highest is the sign of signed values."""
     last = values & ((1 << length) - 1)
     return last - ((last >> (length - 1)) << length) if values.dtype == np.int64 else last
 
@@ -237,7 +238,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
         factors = max(1, len(values) - 1)
         wide = [_compute(["cvt", *words[-2:]], [value], 32) for value in values[:factors]]
         return _compute([*words[:-2], "f32"], [*wide, *values[factors:]], 32)
-    if words[-1] == "f32x2":  # what two floats of one register are computed by, in the words of single ones
+    if words[-1] == "f32x2":  # two floats in one register are computed like single ones
         low, high = (_compute([*words[:-1], "f32"], [_half(value, n) for value in values], 32) for n in range(2))
         return Value(low.bits | high.bits << np.uint64(32), low.tree, high.tree)
     if words[-1] in ("bf16x2", "f16x2"):
@@ -250,7 +251,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
         return values[0]
     if name == "selp":
         return Value(*(np.where(bits[2] != 0, *both) for both in zip(*values[:2], strict=True)))
-    if words == ["shl", "b64"] and (bits[1] == 32).all():  # half of a pair, which the other half comes to
+    if words == ["shl", "b64"] and (bits[1] == 32).all():  # half of a pair, to which the other half is added
         return Value(bits[0] << np.uint64(32), none, values[0].tree)
     if words == ["or", "b64"] and not (values[0].upper | values[1].tree).any() and values[1].upper.any():
         return Value(bits[0] | bits[1], values[0].tree, values[1].upper)
@@ -262,21 +263,21 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
         product = np.multiply(*(_numbers(kind, part, size) for part in bits[:2]))
         exact = (product == product.astype(np.float32)) | (product != product)
         if exact.all() and words[:2] == ["fma", "rn"]:
-            product = _mix("mul.f32", *trees[:2])  # that is not rounded: a sum like any other
+            product = _mix("mul.f32", *trees[:2])  # not rounded: a sum like any other
             tree = _mix("add.f32", np.minimum(product, trees[2]), np.maximum(product, trees[2]))
         elif name == "mul" and "rn" not in rounding:
             tree |= np.where(exact, 0, _ROUNDED).astype(np.uint64)
     elif kind == "f32" and name in ("add", "sub") and "rn" not in rounding:
         for value, other in (values, values[::-1]):
             if (value.tree[other.bits << np.uint64(33) != 0] & _ROUNDED).any():  # a sum with 0 changes nothing
-                raise ValueError(f"it is left to ptxas whether a product is rounded before its {name}")
+                raise ValueError(f"ptxas may choose whether a product is rounded before its {name}")
     with np.errstate(all="ignore"):
         if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
             parts = [_compute([*words[:-2], words[-2][:-2], kind], [value], size) for value in values]
             return Value(parts[1].bits | parts[0].bits << np.uint64(16), parts[1].tree, parts[0].tree)
         if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
             numbers = _numbers(kind, bits[0], size)
-            exact = kind in ("bf16", "f16") or "f" not in kind  # as an integer has said
+            exact = kind in ("bf16", "f16") or "f" not in kind  # an integer says it itself
             return Value(_bits(words[-2], numbers), np.where(any_float | (not exact), tree, 0).astype(np.uint64), none)
         if kind in ("f32", "bf16", "f16") and name != "setp":
             return Value(_bits(kind, _RESULT[name](*(_numbers(kind, part, size) for part in bits))), tree, none)
@@ -286,7 +287,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
             result = _COMPARED[comparison if comparison in _COMPARED else comparison[:2]](*numbers[:2])
             return Value(result.astype(np.uint64), none, none)
         if name not in (*_RESULT, "cvt"):
-            raise ValueError(f"{'.'.join(words)} is not known here")
+            raise ValueError(f"{'.'.join(words)} is an unknown instruction")
         result = np.asarray(numbers[0] if name == "cvt" else _RESULT[name](*numbers)).astype(np.uint64)
     size = _SIZES.get(words[-2][1:], size) if name == "cvt" else 2 * size if "wide" in words else size
     return Value(
@@ -306,7 +307,7 @@ def _halves(register: Value) -> list[tuple[Lanes, Lanes]]:
 
 
 def _half(pair: Value, number: int) -> Value:
-    """One float of two in a register of 64 bits."""
+    """Return one float of two in a register of 64 bits."""
     whole = (pair.tree != 0) & (pair.upper <= _REST)
     tree = np.where(whole, _mix(("low", "high")[number], pair.tree), pair[1 + number])
     return Value(pair.bits >> np.uint64(32 * number) & np.uint64((1 << 32) - 1), tree, 0 * pair.bits)
@@ -331,13 +332,17 @@ def _bits(kind: str, numbers: Any) -> Lanes:
 
 
 def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
-    """Of two tokens' outputs, each alone and both together, of a kernel that fetches, and of the same one that does
-    not: four times 8 hex digits. ValueError where ptxas may still choose which products to round."""
+    """Return hashes of two tokens' outputs: four times 8 hex digits.
+
+    Each token is computed alone and together with the other, with and without fetching.
+
+    ValueError if ptxas may still choose which products to round.
+    """
     found = []
     for fetch in (True, False):
         code = ptx(replace(variant, constants=variant.constants | {"FETCH": fetch}))
         if left := _left_to_ptxas(code):
-            raise ValueError(f"{variant.key} leaves it to ptxas whether a product is rounded: {left[0]}")
+            raise ValueError(f"{variant.key} lets ptxas choose whether a product is rounded: {left[0]}")
         try:
             first, second, both = (_outputs(variant, code, *span) for span in ((0, 1), (1, 2), (0, 2)))
         except ValueError as error:
@@ -347,8 +352,10 @@ def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
 
 
 def _left_to_ptxas(ptx: str) -> list[str]:
-    """Sums of a product that is rounded in PTX, and names no rounding: ptxas may make one instruction of them. Products
-    with powers of two are exact, and do not count. This reads paths that are not run here, too, but no pairs."""
+    """Return sums of a product that is rounded in PTX, but names no rounding: ptxas may fuse the two instructions.
+
+    Products with powers of two are exact, and do not count. This also reads paths that are not run here, but no pairs.
+    """
     products, found = set[str](), []
     for line in re.finditer(r"(mul|add|sub)\.f32\s+(%\w+), (\S+), (\S+);", ptx):
         name, to, *of = line.groups()
@@ -360,7 +367,7 @@ def _left_to_ptxas(ptx: str) -> list[str]:
 
 
 def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
-    """Hashes [2, 64] of the first program's outputs for two positions, of which some are computed."""
+    """Return hashes [2, 64] of the first program's outputs for two positions, some of which are computed."""
     constants, memory, sections = variant.constants, _random_bytes().copy(), np.arange(1, 4) << 24
     names = [name for name in variant.code.arg_names if name in variant.types]
     place, top_k = {name: (number + 1) << 20 for number, name in enumerate(names)}, constants.get("TOP_K", 1)
@@ -385,7 +392,7 @@ def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
 
 @cache
 def _random_bytes() -> NDArray[np.uint8]:
-    """None of which are a number too large in any format."""
+    """Return random bytes, none of which are a number too large in any format."""
     return np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8) & np.array(
         [0x6F, 0xBF] * (1 << 25), np.uint8
     )

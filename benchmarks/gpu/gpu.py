@@ -1,8 +1,8 @@
-"""Is vllm-dymoe right on this card, and how fast is it there? Ten minutes.
+"""Is vllm-dymoe correct on this card, and how fast is it? Takes ten minutes.
 
-Needs torch, triton and a CUDA device, and for the server a few packages that it names where they are missing; no
-network, no install. Each part runs in a process of its own and has a time limit. Speeds are measured last, and only if
-everything was right.
+Needs torch, triton and a CUDA device, and for the server a few packages, whose names it prints if they are missing; no
+network, no install. Each part runs in its own process and has a time limit. Speeds are measured last, and only if
+everything was correct.
 """
 
 import argparse
@@ -24,18 +24,18 @@ from record import Found, PartEndedError, Recorder
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
-sys.path.append(str(HERE.parents[1]))  # an installed package stays the one that is used
+sys.path.append(str(HERE.parents[1]))  # an installed package takes precedence
 _PACKAGE = ("numpy", "pydantic", "psutil", "safetensors", "xxhash")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts: a function of a module that is called with a recorder."""
+    """One part: a function of a module, called with a recorder."""
 
-    question: str  # that it answers
+    question: str  # the question that it answers
     limit: float  # seconds
-    needs: tuple[str, ...] = ()  # modules beside torch and triton
-    program: str = ""  # module.function; run of the module in parts/ that has its name if empty
+    needs: tuple[str, ...] = ()  # modules in addition to torch and triton
+    program: str = ""  # module.function; run of the module of its name in parts/ if empty
 
 
 MACHINE, SHORT = "machine", "short"
@@ -45,7 +45,7 @@ PARTS = {
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
     "graphs": Part("Do steps that the device plans compute what the host's do?", 90, _PACKAGE),
     "sanitizer": Part("Does compute-sanitizer find anything?", 330, _PACKAGE),
-    SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer looks at
+    SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer runs
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
     "decode": Part(
@@ -62,11 +62,11 @@ PARTS = {
         program="kernel_speeds.run",
     ),
 }
-"""In the order in which they run."""
+"""Parts in the order in which they run."""
 SPEEDS = "speeds", "decode", "prompts", "serving", "layers"
-"""Those that run only if nothing was wrong, and one after the other."""
+"""Parts that run only if nothing was wrong, one after the other."""
 CORES = 4
-"""That a part takes which runs beside others: most of its time passes in compilers."""
+"""Threads of a part that runs concurrently with others: most of its time is spent in compilers."""
 NAMES = [name for name in PARTS if PARTS[name].question and name != MACHINE]
 DEFAULT = [name for name in NAMES if name not in SPEEDS[1:]]
 
@@ -95,16 +95,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def missing(*modules: str) -> list[str]:
-    """Those of the modules that are not installed."""
+    """Return the modules that are not installed."""
     return sorted(name for name in modules if importlib.util.find_spec(name) is None)
 
 
 def _child(name: str, result: Path, deadline: float) -> int:
-    """One part, in this process."""
-    if name not in SPEEDS:  # it runs beside others
+    """Run one part in this process."""
+    if name not in SPEEDS:  # it runs concurrently with others
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is ended
+    faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is killed
     record = Recorder(result)
     try:
         module, _, function = (PARTS[name].program or f"parts.{name}.run").rpartition(".")

@@ -1,4 +1,4 @@
-"""From what `make gpu` found to lines on a terminal and to the README's table. No GPU is needed for this part."""
+"""Formats the findings of `make gpu` for a terminal and for the README's table, without a GPU."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from readme import put as put
 
 
 def line(entry: dict[str, Any]) -> str | None:
-    """What the terminal shows of an entry while the parts run."""
+    """Return what the terminal shows for an entry while the parts run."""
     kind = entry["kind"]
     if kind == "check":
         head = f"  {'FAILED' if entry['wrong'] else 'ok':6}  {entry['name']} ({entry['seconds']:.1f} s)"
@@ -21,7 +21,7 @@ def line(entry: dict[str, Any]) -> str | None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Everything about one card; no speeds unless all is right."""
+    """Return everything about one card; speeds only if all is correct."""
     parts, checks = results["parts"], []
     for name, part in parts.items():
         said, seconds = " ".join(part["sentences"]), f"{part['seconds']:.0f} s"
@@ -45,7 +45,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _cells(speed: dict[str, Any]) -> list[str]:
-    bound, measured = (  # three digits that count
+    bound, measured = (  # three significant digits
         f"{value:.0f} {speed['unit']}" if value >= 100 else f"{value:.3g} {speed['unit']}"
         for value in (speed["bound"], speed["measured"])
     )

@@ -1,6 +1,7 @@
-"""Times of the kernels on a card, beside the bound that the card's own copy bandwidth and matrix rate set.
+"""Times of the kernels on a card, compared with the bound set by the card's own copy bandwidth and matrix rate.
 
-They are of CUDA graphs that rotate over copies of the experts, so that weights come from memory and not from a cache.
+They are times of CUDA graphs that rotate over copies of the experts, so that weights come from memory, not from a
+cache.
 """
 
 import os
@@ -28,11 +29,11 @@ from vllm_dymoe.kernels.triton import (
 )
 
 SIDE = 8192
-"""Of the matrices whose product gives the dense rate."""
+"""Size of the matrices whose product gives the dense rate."""
 
 
 def run(record: Recorder, precisions: Sequence[str] = tuple(PRECISIONS)) -> None:
-    """Every layer shape, precision and number of tokens: `make bench-gpu`."""
+    """Measure every layer shape, precision and number of tokens: `make bench-gpu`."""
     with record.check("the kernels' speeds could be measured"):
         measure(record, LAYERS, precisions, TOKENS)
 
@@ -40,7 +41,7 @@ def run(record: Recorder, precisions: Sequence[str] = tuple(PRECISIONS)) -> None
 def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str], tokens: Sequence[int]) -> Machine:
     """Measure the card, then one layer of each kind, then experts that are fetched through."""
     chosen = [(layer, name) for layer in layers for name in precisions]
-    # Compiling takes longer than measuring; processes do it side by side, and Triton's cache on disk keeps it.
+    # Compiling takes longer than measuring, so processes compile concurrently into Triton's cache on disk.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
         list(pool.map(compile_layer, *zip(*chosen, strict=True)))
     machine = measure_machine()
@@ -52,7 +53,7 @@ def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str]
     for layer, name in chosen:
         for count in tokens:
             measure_layer(record, machine, layer, name, count)
-    # Missing experts computed and cached in one pass, beside a copy from pinned memory.
+    # Misses computed and cached in one pass, compared with a copy from pinned memory.
     layer = LAYERS[0]
     bound, time = 2 * layer.format(4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
     name = f"kernels, two experts of {layer.name} fetched through from the host"
@@ -61,7 +62,10 @@ def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str]
 
 
 def seconds(function: Callable[[], object], least: float = 0.2) -> float:
-    """Of one call, from CUDA events around as many as take `least` seconds, after a warm-up."""
+    """Return the seconds of one call, from CUDA events.
+
+    The events enclose as many calls as take `least` seconds, after a warm-up.
+    """
     function()
     torch.cuda.synchronize()
     calls = 1
@@ -79,7 +83,7 @@ def seconds(function: Callable[[], object], least: float = 0.2) -> float:
 
 
 def measure_machine() -> Machine:
-    """Bandwidth of a copy, rate of a product, bandwidth from pinned memory."""
+    """Return the bandwidth of a copy, the rate of a product, and the bandwidth from pinned memory."""
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy = 2 * size / seconds(lambda: target.copy_(source))
@@ -91,7 +95,7 @@ def measure_machine() -> Machine:
 
 
 def random_expert(layer: Model, bits: int) -> PackedExpert:
-    """Random bytes with scales of about the size that models have."""
+    """Return random bytes with scales of a model's usual size."""
     fmt = layer.format(bits)
     expert = fmt.view(torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device="cuda"))
     for packed in expert:
@@ -105,7 +109,7 @@ def random_expert(layer: Model, bits: int) -> PackedExpert:
 
 
 def compile_layer(layer: Model, precisions: str, decode: Decode = Decode.PLAIN) -> None:
-    """Compile every kernel of a layer; the first launch does."""
+    """Compile every kernel of a layer, by launching it once."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
     work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
     compute_experts(_kernel(layer, precisions, 64 << 20, decode), x, work, x.clone(), Activation.SILU)
@@ -124,20 +128,20 @@ def measure_layer(
     """Measure one layer's step of `count` tokens, beside the bound; `least` as in :func:`seconds`."""
     bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
-    # Hidden activations of all tokens at once, as far as memory goes: this times kernels, not workspaces.
+    # Hidden activations of all tokens at once, as far as memory allows: this times kernels, not workspaces.
     pairs = count * layer.top_k
     kernel = _kernel(layer, precisions, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)), decode)
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     ids = torch.tensor(routing, device="cuda")
-    # So many sets of experts that none is in the second-level cache when its turn comes.
+    # As many sets of experts as needed so that none is still in the second-level cache when it is used again.
     cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
     copies = max(1, min(4 * cache // work.weight_bytes + 2, free // 2 // work.weight_bytes, 64))
     steps, sets = [], []
     for _ in range(copies):
         active = sorted({expert for row in routing for expert in row})
         experts = {expert: random_expert(layer, bits[expert % len(bits)]) for expert in active}
-        sets.append(work_of_ids(experts, ids))  # whose bytes have to stay
+        sets.append(work_of_ids(experts, ids))  # keeps their bytes alive
         compute_experts(kernel, x, sets[-1], out, Activation.SILU)
         steps.append(kernel.step)
 
@@ -153,7 +157,7 @@ def measure_layer(
 
 
 def fetching_step(layer: Model) -> Callable[[], None]:
-    """Compute one token with two experts of 4 bits that lie in pinned memory, and write them into slots."""
+    """Return a step that computes one token with two experts of 4 bits in pinned memory, and writes them into slots."""
     size, shape = layer.format(4).nbytes, ExpertShape(layer.hidden, layer.intermediate, layer.group, DTYPE)
     slices = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -169,7 +173,7 @@ def fetching_step(layer: Model) -> Callable[[], None]:
     tiles = choose_tiles(10 * major + minor, layer.hidden, layer.intermediate)
     scratch = scratch_for(layer, 2, tiles.gate_up, tiles.down)
 
-    def step(held: Any = (slices, slots)) -> None:  # of which the table has the addresses only
+    def step(held: Any = (slices, slots)) -> None:  # keeps the memory alive: the table has only addresses
         decode_gate_up(x, hidden, table, work, Activation.SILU, tiles.gate_up, scratch)
         decode_down(hidden, out, table, work, tiles.down, scratch)
 
@@ -177,7 +181,7 @@ def fetching_step(layer: Model) -> Callable[[], None]:
 
 
 def scratch_for(layer: Model, rows: int, gate_up: DecodeTile, down: DecodeTile) -> Scratch:
-    """What programs need that share a sum of so many rows."""
+    """Return what programs need that share a sum of ``rows`` rows."""
     inner, hidden = (64 * -(-size // 64) for size in (layer.intermediate, layer.hidden))
     partials = rows * max(2 * gate_up.split * inner, down.split * hidden)
     semaphores = rows * max(inner, hidden) // 64

@@ -1,7 +1,7 @@
 """Do compiled decode kernels compute what they should? Runs all programs of a launch on their PTX, without a card.
 
-Triton's interpreter executes Python, and says nothing about what the compiler makes of it: with ``up = gate`` in front
-of a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
+Triton's interpreter executes Python, so it does not show what the compiler does: with ``up = gate`` before a loop that
+moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
 """
 
 import re
@@ -38,7 +38,7 @@ ENCODINGS = tuple(encoding for encoding in WHOLE.values() if encoding.stored_bit
 
 
 class Launched(Program):
-    """One program of a launch, at its place in the grid; others have come before it, and are at their end."""
+    """One program of a launch, at its place in the grid, after earlier ones have ended."""
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
@@ -50,7 +50,7 @@ class Launched(Program):
         self._waited = True
 
     def _set(self, text: str, value: Value, active: Any) -> None:
-        none = self._nothing.bits  # no trees: this is about numbers
+        none = self._nothing.bits  # no trees: only numbers matter here
         super()._set(text, Value(value.bits, none, none), active)
 
     def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
@@ -58,7 +58,7 @@ class Launched(Program):
             base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
             self.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
         super()._execute(words, operands, active)
-        if words[0] == "atom" and active.any():  # of one thread, whose operand 0 now has what was there
+        if words[0] == "atom" and active.any():  # of one thread, whose operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
             at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
             word = self._spaces["global"][0][at : at + 4].view(np.uint32)
@@ -93,7 +93,7 @@ class Host:
             self.early[name] = self.early.get(name, set()) | program.early
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Its address; its contents are copied the first time."""
+        """Return a tensor's address; its content is copied the first time."""
         key = tensor.data_ptr()
         if key not in self._places:
             held = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -102,7 +102,7 @@ class Host:
         return self._places[key]
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What has become of it."""
+        """Return a tensor's current content."""
         raw = self._bytes[self.place(tensor) :][: tensor.nbytes].copy()
         return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 

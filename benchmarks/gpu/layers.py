@@ -1,4 +1,4 @@
-"""The layers that are measured, and what the hardware could do at best. No GPU is needed for this part."""
+"""The layers that are measured, and the hardware's best possible times, without a GPU."""
 
 import random
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ class Model:
     name: str = ""
 
     def format(self, bits: int) -> ExpertFormat:
-        """Of a packed expert."""
+        """Bytes of a packed expert."""
         return ExpertFormat(self.hidden, self.intermediate, encoding_of(bits), self.group, DTYPE)
 
     def at(self, bits: Sequence[int]) -> ModelExperts:
-        """Its experts, stored at these widths."""
+        """Return its experts, stored at these widths."""
         return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, {b: self.format(b) for b in bits})
 
 
@@ -43,12 +43,12 @@ LAYERS = (
     Model(2048, 1408, 64, 6, name="DeepSeek-V2-Lite"),
     Model(2048, 1408, 60, 4, name="Qwen1.5-MoE"),
 )
-"""One layer of each, from the model's config.json on Hugging Face."""
+"""One layer of each model, from its config.json on Hugging Face."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured of the card before anything else."""
+    """Rates of the card, measured before anything else."""
 
     name: str  # of the card
     copy_bytes_per_second: float  # read and written bytes of a large copy on the device
@@ -58,26 +58,26 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step of a layer has to move and to compute."""
+    """Bytes and operations of one step of a layer."""
 
     weight_bytes: int  # of all active experts, read once
     other_bytes: int  # inputs, inner activations (written and read) and outputs
     flops: int  # two for each weight and token
 
     def seconds(self, machine: Machine) -> float:
-        """The bound: whichever of moving and computing takes longer."""
+        """Return the bound: the longer of moving and computing."""
         moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
         return max(moving, self.flops / machine.flops_per_second)
 
 
 def route(layer: Model, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Experts of each token: uniformly random, which is the worst case for few tokens."""
+    """Return the experts of each token: uniformly random, the worst case for few tokens."""
     generator = random.Random(seed)
     return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]
 
 
 def work_of(layer: Model, routing: list[list[int]], bits: tuple[int, ...]) -> Work:
-    """The work of a step; expert e has bits[e % len(bits)]."""
+    """Return the work of a step; expert e has bits[e % len(bits)]."""
     active = {expert for row in routing for expert in row}
     pairs = sum(len(row) for row in routing)
     weights = sum(layer.format(bits[expert % len(bits)]).nbytes for expert in active)

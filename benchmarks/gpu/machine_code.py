@@ -18,13 +18,13 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made."""
+    """Result of compiling one variant."""
 
     registers: int  # for each thread
     spill_bytes: int  # of each thread's local memory
     shared_bytes: int  # of a program
     tensor_cores: str  # mma, wgmma or tcgen05 if the PTX has such instructions, else ""
-    barriers_in_loops: int  # barriers inside the longest innermost loop: with none, its threads exchange nothing
+    barriers_in_loops: int  # barriers in the longest innermost loop: with none, its threads exchange nothing
     instructions: int  # of that loop; of the longest one with mma instructions if there are such
 
 
@@ -32,7 +32,7 @@ def compile_variant(variant: Variant) -> Report:
     """Compile one variant to machine code and read it.
 
     Raises:
-        Exception: whatever Triton's compiler says.
+        Exception: from Triton's compiler.
     """
     source, target, options = _prepared(variant)
     compiled = triton.compile(source, target=target, options=options)
@@ -45,16 +45,16 @@ def compile_variant(variant: Variant) -> Report:
 
 
 def compiled_ptx(variant: Variant) -> str:
-    """What the machine code is made of."""
+    """Return the PTX of a variant."""
     source, target, options = _prepared(variant)
     return str(triton.compile(source, target=target, options=options).asm["ptx"])
 
 
 def fused_instructions(variant: Variant) -> list[str]:
-    """Lines of the PTX and of the machine code that multiply and add floats with one rounding.
+    """Return lines of the PTX and of the machine code that multiply and add floats with one rounding.
 
-    A division is made of such instructions in machine code, and rounds as it should all the same: of a variant that
-    divides only the PTX is read, whose products and sums name their rounding.
+    A division is made of such instructions in machine code, and still rounds correctly: of a variant that divides only
+    the PTX is read, whose products and sums name their rounding.
     """
     source, target, options = _prepared(variant)
     compiled = triton.compile(source, target=target, options=options)
@@ -65,10 +65,11 @@ def fused_instructions(variant: Variant) -> list[str]:
 
 
 def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
-    """What is compiled, for what, and how."""
+    """Return source, target and options of a compilation."""
     kernel = variant.code
     signature = {name: variant.types.get(name, "constexpr") for name in kernel.arg_names}
-    # What launches find too: allocations begin on 16 bytes, descriptions anywhere, and numbers are any.
+    # The alignment of arguments in launches: allocations start at multiples of 16 bytes, descriptions anywhere, and
+    # numbers are arbitrary.
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in kernel.params
@@ -81,14 +82,14 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Registers, bytes of local memory, and the machine code's lines, from the tools that come with Triton."""
+    """Return registers, bytes of local memory, and lines of machine code, from the tools that come with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         code = _tool("nvdisasm", "-c", file.name)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
-    # Local memory is spilled registers: the kernels have no arrays.
+    # Local memory means spilled registers, because the kernels have no arrays.
     spills = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
     return registers, spills, code.splitlines()
 
@@ -98,7 +99,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _longest_loop(code: list[str]) -> list[str]:
-    """Instructions of the longest loop that contains no other."""
+    """Return the instructions of the longest loop that contains no other."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[tuple[int, int]] = []

@@ -2,32 +2,38 @@
 
     python benchmarks/gpu/policies.py [FILE]
 
-Prints a table, and writes it to FILE as JSON. Needs no GPU: a cell is run on the emulated card behind a link of
-8 GB/s, and refused if its outputs are not those of the same precisions with every expert resident. Waits are uses of a
-number that only the device has, before a layer is enqueued. Launches and the host's time are those of the Triton way
-with launches that do nothing, for a layer in the middle of a step. Prompts have 64 tokens; a quarter of the experts has
-slots.
+Prints a table, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card with a link of 8 GB/s,
+and is refused if its outputs differ from those of the same precisions with every expert resident. Waits are uses of a
+number that only the device has, before a layer is enqueued. Launches and host time are measured in the Triton path with
+with launches that do nothing, for a layer in the middle of a step, or of the draft. Prompts have 64 tokens; a quarter
+of the experts has slots. DP+EP: the rows of another engine lie before this one's, as a gathering leaves them; it counts
+as one launch. Disk: a store that is not in memory, behind the thread that brings what a plan misses.
 """
 
 import json
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from tests.executor.device_planned import decode, device_planned_server, run_large_batch
-from tests.executor.steps import make_server, random_step, run
+from tests.executor.device_planned import device_planned_server
+from tests.executor.steps import forward, make_server, random_step
 from tests.executor.test_host_syncs import OnDevice
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.executor.device_planning import DRAFTED, MET, plans_on_device
+from tests.support.faulty_store import FaultyStore
+from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.kernels import Activation
@@ -35,13 +41,12 @@ from vllm_dymoe.kernels.triton import TritonKernel, large_batch_step
 from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
-from vllm_dymoe.policies import POLICIES, Policy, make_policy
+from vllm_dymoe.policies import POLICIES, make_policy
 from vllm_dymoe.prefetch import on_device
 from vllm_dymoe.server import Parts
 
 LAYERS, EXPERTS = 6, 16
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
-TOKENS = {"decode": 1, "prefill": 64}
 STEPS, LINK_GBPS = 6, 8.0
 _NO_LAUNCH = (
     "empty",
@@ -59,10 +64,11 @@ _NO_LAUNCH = (
 
 
 def options_of(name: str) -> dict:
-    """Precisions and budget of a policy's cells."""
-    if name == "dynaexq":
+    """Return precisions and budget of a policy's cells."""
+    policy = POLICIES[name]()
+    if policy.residency.migrating is not None:
         return {"low": 2, "budget": "75%"}
-    if name == "dymoe":
+    if len(policy.precision.precisions) > 1:
         return {
             "low": 2,
             "budget": "25%",
@@ -71,21 +77,83 @@ def options_of(name: str) -> dict:
     return {"low": 0, "budget": "25%"}
 
 
-def bits_are_equal(name: str, tokens: int) -> bool:
-    """Run a cell on the emulated card, and with every expert resident where the host plans."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of steps: which layers run on how many rows, and where experts come from."""
+
+    tokens: int
+    drafts: bool = False
+    meets: bool = False  # rows of another engine lie before this one's, as many, of which one is a token
+    on_disk: bool = False
+
+    def store(self) -> Any:
+        """The experts, anew: a draft's become part of the model's."""
+        if self.drafts:
+            return join(make_store(STORE.experts), make_store(replace(STORE.experts, layers=(1,))))
+        return FaultyStore(STORE) if self.on_disk else STORE
+
+    def layers(self, seed: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
+        """Each layer of a step with the number of tokens that it is told, and its inputs."""
+        passes = [(layer, self.tokens) for layer in range(LAYERS)]
+        if self.drafts:  # over all rows, and then for a row of each request, of which the graph is told nothing
+            passes += [(LAYERS, self.tokens), (LAYERS, 1)]
+        return [(layer, self.tokens, self.given(seed, rows)) for layer, rows in passes]
+
+    def given(self, seed: int, rows: int) -> tuple[Tensor, ...]:
+        """Return x, weights and ids; where engines meet, those of both."""
+        x, weights, ids = random_step(seed, rows, STORE.experts)
+        if self.meets:
+            others = torch.where(torch.arange(rows).unsqueeze(1) < 1, ids, -1)
+            return torch.cat((x, x)), torch.cat((weights, weights)), torch.cat((others, ids))
+        return x, weights, ids
+
+    def run(self, server: Any, layer: int, told: int, given: tuple[Tensor, ...]) -> Tensor:
+        """Enqueue one layer of a device-planned step."""
+        path = server.small_batches
+        path.tell(told)
+        x, weights, ids = given
+        if self.meets:
+            ids = torch.cat((ids[: len(ids) // 2], path.own_tokens(ids[len(ids) // 2 :])))  # stands for the gathering
+            path.meet(ids)
+        forward = path.forward if len(x) <= SMALL_BATCH_ROWS else path.forward_large
+        out = forward(layer, x, weights, ids, Activation.SILU)
+        return out[len(out) // 2 :] if self.meets else out
+
+
+KINDS = {
+    "decode": Kind(1),
+    "prefill": Kind(64),
+    "drafts": Kind(2, drafts=True),
+    "DP+EP": Kind(4, meets=True),
+    "disk": Kind(1, on_disk=True),
+    "disk, prefill": Kind(64, on_disk=True),
+}
+
+
+def bits_are_equal(name: str, kind: Kind) -> bool:
+    """Return whether a cell on the emulated card gives the bits of host-side planning with every expert resident."""
     given = options_of(name)
     budget = given.pop("budget")
-    steps = [(seed, layer, tokens) for seed in range(STEPS) for layer in range(LAYERS)]
-    everything = budget if name == "dynaexq" else "100%"  # which serves what is resident
-    want = run(make_server(STORE, everything, name, **given), steps)
-    server = device_planned_server(STORE, budget, name, link_gbps=LINK_GBPS, **given)
-    step = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
-    got = [step(server, layer, *random_step(seed, tokens, STORE.experts)) for seed, layer, _ in steps]
-    return all(map(torch.equal, got, want))
+    everything = budget if POLICIES[name]().residency.migrating is not None else "100%"  # which serves what is resident
+    host, server = (
+        make_server(replace(kind, on_disk=False).store(), everything, name, **given),
+        device_planned_server(kind.store(), budget, name, link_gbps=LINK_GBPS, **given),
+    )
+    equal = True
+    for seed in range(STEPS):
+        for layer, told, step in kind.layers(seed):
+            x, weights, ids = step
+            if kind.meets:  # the host is told of tokens alone
+                x, weights, ids = (torch.cat((part[:1], part[len(part) // 2 :])) for part in step)
+            want = forward(host, layer, x, weights, ids)[-told:]
+            equal &= torch.equal(kind.run(server, layer, told, step), want)
+    server.check_integrity()
+    server.close(keep_store=True)
+    return equal
 
 
-def host_waits(name: str, tokens: int) -> list[str]:
-    """What waits for the device in a step, where kernels do nothing and only the device has numbers."""
+def host_waits(name: str, kind: Kind) -> list[str]:
+    """Return what waits for the device in a step, when kernels do nothing and only the device has numbers."""
     given = options_of(name)
 
     class Nothing(PlainLargeBatch):
@@ -102,13 +170,13 @@ def host_waits(name: str, tokens: int) -> list[str]:
 
     nothing = dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     nothing |= {"forward": lambda self, table, layer, rows, plan, x, *_: x}
-    nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments)}
+    nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments[:4])}
     with mock.patch.multiple(PlainKernels, **nothing):
-        server = device_planned_server(STORE, given.pop("budget"), name, **given)
-        step = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
+        server = device_planned_server(kind.store(), given.pop("budget"), name, **given)
         OnDevice.log = []
-        for layer in range(LAYERS):
-            step(server, layer, *(part.as_subclass(OnDevice) for part in random_step(layer, tokens, STORE.experts)))
+        for layer, told, step in kind.layers(0):
+            kind.run(server, layer, told, tuple(part.as_subclass(OnDevice) for part in step))
+        server.close(keep_store=True)
     return OnDevice.log
 
 
@@ -127,15 +195,15 @@ class Launches(TorchDispatchMode):
 
 
 class OnTriton(Parts):
-    """Kernels of a GPU, whose launches the host does not make."""
+    """Kernels of a GPU, whose launches are not made."""
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
-        """Those of a GPU, with scratch of their own."""
+        """Return a GPU's kernel, with its own scratch."""
         on_card = TritonKernel("cpu", formats=[m for fmt in experts.formats.values() for m in fmt.matrices])
         return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
 
 
-def work_of_the_host(name: str, tokens: int) -> tuple[int, float]:
+def work_of_the_host(name: str, kind: Kind) -> tuple[int, float]:
     """Return launches of a layer, and microseconds of Python for it."""
     given, launched, times = options_of(name), [], []
 
@@ -146,32 +214,23 @@ def work_of_the_host(name: str, tokens: int) -> tuple[int, float]:
     launch = mock.patch.object(JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
     popular = mock.patch.object(on_device, "_count_and_name_on", return_value=count_and_name_on_gpu)
     with launch, popular, mock.patch.object(large_batch_step, "combine", combine):
-        server = device_planned_server(STORE, given.pop("budget"), name, parts=OnTriton(torch.device("cpu")), **given)
-        step = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
-        server.small_batches.tell(tokens)
-        path = server.small_batches.forward if tokens <= SMALL_BATCH_ROWS else server.small_batches.forward_large
-        counted = Launches()
+        parts = OnTriton(torch.device("cpu"))
+        server = device_planned_server(kind.store(), given.pop("budget"), name, parts=parts, **given)
+        server.small_batches.tell(kind.tokens)
+        middle = LAYERS if kind.drafts else 2  # the draft's first pass, or a layer in the middle
         for number in range(12):
-            for layer in range(LAYERS):
-                x, weights, ids = random_step(layer, tokens, STORE.experts)
+            for at, (layer, told, step) in enumerate(kind.layers(number)):
                 launched.clear()
-                last = number == 11 and layer == 2
-                with counted if last else mock.MagicMock():
+                last = number == 11 and at == middle
+                with (counted := Launches()) if last else nullcontext():
                     begun = time.perf_counter()
-                    path(layer, x, weights, ids, Activation.SILU)
-                    times.append(time.perf_counter() - begun)
+                    kind.run(server, layer, told, step)
+                    times.append((at, time.perf_counter() - begun))
                 if last:
-                    return len(launched) + counted.names.total(), 1e6 * median(times[LAYERS:-1])
-    raise AssertionError(step)
-
-
-def elsewhere(policy: Policy) -> dict[str, str]:
-    """Why other kinds of steps are planned on the host; empty for those that are not."""
-    kinds = {"drafts": (True, DRAFTED), "DP+EP": (True, MET), "disk": (False, "")}
-    return {
-        kind: plans_on_device(Options(low=2), policy, "cuda", readable=readable, obstacle=obstacle)[1]
-        for kind, (readable, obstacle) in kinds.items()
-    }
+                    server.close(keep_store=True)
+                    of_layer = [1e6 * took for at, took in times[LAYERS:-1] if at == middle]
+                    return len(launched) + counted.names.total(), median(of_layer)
+    raise AssertionError(name)
 
 
 def main() -> int:
@@ -180,32 +239,24 @@ def main() -> int:
     rows, wrong = [], []
     for name in POLICIES:
         policy = make_policy(Options(policy=name, low=2))
-        for kind, tokens in TOKENS.items():
-            row = {
-                "policy": name,
-                "step": kind,
-                "on_device": not policy.needs_host,
-                "waits": len(host_waits(name, tokens)),
-            }
-            row["launches"], row["host_us"] = work_of_the_host(name, tokens)
-            row["bits"] = bits_are_equal(name, tokens)
-            wrong += [] if row["bits"] and not row["waits"] else [f"{name}, {kind}"]
+        if policy.needs_host:
+            rows.append({"policy": name, "because": policy.needs_host})
+            continue
+        for step, kind in KINDS.items():
+            row = {"policy": name, "step": step, "waits": len(host_waits(name, kind))}
+            row["launches"], row["host_us"] = work_of_the_host(name, kind)
+            row["bits"] = bits_are_equal(name, kind)
+            wrong += [] if row["bits"] and not row["waits"] else [f"{name}, {step}"]
             rows.append(row)
-        rows += [
-            {"policy": name, "step": kind, "on_device": not reason, "because": reason}
-            for kind, reason in elsewhere(policy).items()
-        ]
-    print("| policy | step | planned on the device | host waits a layer | launches a layer | host us a layer | bits |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| policy | step | host waits a layer | launches a layer | host us a layer | bits |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        if "because" not in row:
+            numbers = row["waits"], row["launches"], f"{row['host_us']:.0f}", "equal" if row["bits"] else "DIFFERENT"
+            print(f"| {row['policy']} | {row['step']} | {' | '.join(map(str, numbers))} |")
     for row in rows:
         if "because" in row:
-            continue
-        numbers = row["waits"], row["launches"], f"{row['host_us']:.0f}", "equal" if row["bits"] else "DIFFERENT"
-        print(f"| {row['policy']} | {row['step']} | {'yes' if row['on_device'] else 'no'} | "
-              + " | ".join(map(str, numbers)) + " |")  # fmt: skip
-    for kind in ("drafts", "DP+EP", "disk"):
-        reasons = {row["because"] for row in rows if row["step"] == kind}
-        print(f"\n{kind}: planned on the host for every policy, because {'; '.join(sorted(reasons))}.")
+            print(f"\n{row['policy']}: the host plans, because {row['because']}.")
     if sys.argv[1:]:
         Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
     if wrong:

@@ -1,4 +1,4 @@
-"""Parts in processes of their own: a hang ends at a limit, and a fault of the card ends one part and not the rest."""
+"""Runs parts in their own processes: a hang ends at a limit, and a fault of the card ends only one part."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from record import Found
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("gpu.py"))]
-"""Runs a part when it is given --part, --result and --deadline (``time.time``)."""
+"""Program that runs a part when given --part, --result and --deadline (``time.time``)."""
 
 
 def run_part(
@@ -24,15 +24,15 @@ def run_part(
     under: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Found:
-    """Run a part, and end it and all that it started when its time is over.
+    """Run a part, and kill it and everything that it started when its time is over.
 
     Args:
         name: of the part.
-        limit: seconds that it may take.
-        folder: for what it finds, ``NAME.jsonl``, and what it prints, ``NAME.log``.
-        tell: called with each line that it finds, while it runs.
+        limit: maximum seconds.
+        folder: for its findings, ``NAME.jsonl``, and its output, ``NAME.log``.
+        tell: called with each line of findings, while it runs.
         under: a program and its options that runs the part.
-        environment: more of it.
+        environment: additional variables.
     """
     found, begin = Found(), time.monotonic()
     results, log = folder / f"{name}.jsonl", folder / f"{name}.log"
@@ -49,7 +49,7 @@ def run_part(
                 time.sleep(0.05)
                 ended = process.poll() is not None
                 _take(lines, found, tell)
-        finally:  # what is left of a part: workers that compile, engines, what a sanitizer runs
+        finally:  # what a part leaves behind: workers that compile, engines, what a sanitizer runs
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -57,8 +57,9 @@ def run_part(
     found.seconds = time.monotonic() - begin
     where = f'in the middle of "{found.under_way}"' if found.under_way else "between two checks"
     if not ended:
-        found.failure = f"no end after {limit:.0f} seconds, {where}; the stacks at that moment are in {log}."
-    elif (process.returncode != 0 or not found.complete) and not found.wrong:  # else a check has said it already
+        found.failure = f"not finished after {limit:.0f} seconds, {where}; the stacks at that moment are in {log}."
+    # Otherwise a check has reported it already.
+    elif (process.returncode != 0 or not found.complete) and not found.wrong:
         code = process.returncode
         status = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -68,7 +69,7 @@ def run_part(
 
 
 def _take(lines: Any, found: Found, tell: Callable[[dict[str, Any]], object]) -> None:
-    """Whole lines only: the last one may still be in the making."""
+    """Read whole lines only: the last one may be incomplete."""
     while True:
         place = lines.tell()
         line = lines.readline()

@@ -1,4 +1,4 @@
-"""What a part of `make gpu` found, as lines of JSON, which are there even if the part hangs or dies."""
+"""Findings of a part of `make gpu`, as lines of JSON, which exist even if the part hangs or dies."""
 
 import json
 import time
@@ -11,7 +11,10 @@ from typing import Any
 
 
 class PartEndedError(Exception):
-    """A check has died; what its part would do next says nothing, as a CUDA error comes back from every later call."""
+    """A check has died, and its part ends.
+
+    Later checks would prove nothing, because a CUDA error comes back from every later call.
+    """
 
 
 class Recorder:
@@ -30,10 +33,10 @@ class Recorder:
 
     @contextmanager
     def check(self, name: str) -> Iterator[list[str]]:
-        """Check something; the block appends what is wrong, as sentences.
+        """Context of a check; the block appends what is wrong, as sentences.
 
         Raises:
-            PartEndedError: the block raised something, which is recorded as what is wrong.
+            PartEndedError: the block raised an exception, which is recorded as wrong.
         """
         self._write("begin", name=name)
         wrong: list[str] = []
@@ -55,22 +58,22 @@ class Recorder:
         self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
 
     def say(self, sentence: str) -> None:
-        """Something that the report should have in it."""
+        """Record a remark for the report."""
         self._write("sentence", sentence=sentence)
 
     def keep(self, **facts: Any) -> None:
-        """Data for the JSON file."""
+        """Record data for the JSON file."""
         self._write("facts", facts=facts)
 
     def end(self) -> None:
-        """The part is complete."""
+        """Mark the part as complete."""
         self._write("end")
         self._file.close()
 
 
 @dataclass
 class Found:
-    """What is known of a part."""
+    """What is known about a part."""
 
     checks: list[dict[str, Any]] = field(default_factory=list)  # name, wrong (sentences) and seconds of each
     speeds: list[dict[str, Any]] = field(default_factory=list)  # as in Recorder.speed
@@ -78,11 +81,11 @@ class Found:
     facts: dict[str, Any] = field(default_factory=dict)
     under_way: str | None = None  # the check that began and has not ended
     complete: bool = False
-    failure: str | None = None  # why it is not, as a sentence
+    failure: str | None = None  # why it is not complete, as a sentence
     seconds: float = 0.0
 
     def add(self, line: str) -> dict[str, Any]:
-        """Take in one line of a part's file, and return it."""
+        """Add one line of a part's file, and return it."""
         entry: dict[str, Any] = json.loads(line)
         match entry:
             case {"kind": "begin", "name": name}:

@@ -1,9 +1,9 @@
-"""Every variant that is compiled ahead of time: what the launches would compile, noted instead of launched.
+"""Every variant that is compiled ahead of time: the launches of the code, recorded instead of launched.
 
 All combinations of precisions, tiles, dtype, bias, activation, group size and way of launching would take days; tests
-launch them in the interpreter. Compiled are, on the H100's architecture, every width by itself, the mixes 4/2 and 16/4,
-each kind of published floats and points of a lattice, in decode and grouped on the largest tile; in decode these as the
-device's own steps launch them, too (fetching, weighted, with indices of 32 bits), which the oldest and the newest
+launch them in the interpreter. Compiled are, on the H100's architecture: every width alone, the mixes 4/2 and 16/4,
+each kind of published floats and lattice codes, in decode and grouped on the largest tile; these in decode also as
+device-planned steps launch them (fetching, weighted, with 32-bit indices), which the oldest and the newest architecture
 architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies. Decode on
 tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and
 data-center Blackwell have 4 and 4/2 bits without them beside that.
@@ -73,7 +73,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
 }
-_WIDE = ("count", "list", "place_pairs")  # around the products of a large-batch step
+_WIDE = ("count", "list", "place_pairs")  # the launches around the products of a large-batch step
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
 _TENSOR_CORES = "in_gluon", "mma_codes", "mma_decode", "mma_rows"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
@@ -89,7 +89,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
 }
-"""Where a kernel's code comes from."""
+"""Source modules of a kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +98,16 @@ class Variant:
 
     architecture: int  # such as 90
     kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, wait, collect
-    shape: str  # hidden x intermediate; of combine, hidden; of what decides, experts
+    shape: str  # hidden x intermediate; for combine, hidden; for planning, experts
     precisions: str  # bit-widths of a launch, if it reads experts
-    note: str  # what is special about it
+    note: str  # special properties
     types: dict[str, str]  # of its tensors, by argument
     constants: dict[str, Any]  # its compile-time arguments
-    options: dict[str, int]  # num_warps and what else the compiler is told
+    options: dict[str, int]  # num_warps and other options of the compiler
 
     @property
     def code(self) -> Any:
-        """The kernel itself; by name, because Triton's functions cannot travel to another process."""
+        """The kernel itself; by name, because Triton's functions cannot be sent to another process."""
         name, modules = (
             f"{self.kernel}_kernel",
             (launch, mma_decode, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
@@ -116,12 +116,12 @@ class Variant:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it apart, as the first columns of the table."""
+        """The identity of the variant, as in the first columns of the table."""
         return self.architecture, self.kernel, self.shape, self.precisions, self.note
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all that its machine code depends on, but for the compiler."""
+        """16 hex digits of everything that determines its machine code, except the compiler."""
         parts = [_code(module) for module in _MODULES[self.kernel]]
         parts += [json.dumps([self.types, self.constants, self.options], sort_keys=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -131,18 +131,18 @@ class Variant:
 class Case:
     """Experts and a way of launching them."""
 
-    bits: tuple[int, ...]  # tags of their codes
+    bits: tuple[int, ...]  # tags of their encodings
     device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
     tensor_cores: int = 0  # see DecodeTile
 
     @property
     def shape(self) -> ExpertShape:
-        """As launches want it."""
+        """The shape, as launches take it."""
         return ExpertShape(*SIZES, 64, DTYPE, nested={(8, 4): 8, (4, 2): 4, _POINTS: 4}.get(self.bits, 0))
 
 
 _POINTS = E8_NESTED.tag, E8.tag
-# Published floats, and points of a lattice.
+# Published floats, and lattice codes.
 _OTHERS = (*(Case((book.tag,)) for book in CODEBOOKS.values()), Case((E8.tag,)), Case(_POINTS))
 _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
@@ -151,7 +151,7 @@ _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in 
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
-# Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the most there are.
+# Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the largest supported.
 _ROUTERS = ((32, 4), (128, 8), (512, 22))
 _LAUNCHES = {
     "gate_up": decode_gate_up,
@@ -174,7 +174,7 @@ def all_variants() -> Iterator[Variant]:
 
 
 def variants(architecture: int) -> Iterator[Variant]:
-    """Those of one architecture."""
+    """Yield the variants of one architecture."""
     everywhere = (*map(Case, MIXES), *_OTHERS)
     kernels = tuple(_LAUNCHES)
     for cases, pair in (((*everywhere, *_DEVICE), kernels[:2]), (everywhere, kernels[2:])):
@@ -184,7 +184,7 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
-    """One token of one expert, at no address, with indices as the server has them."""
+    """Return the variant for one token of one expert, without addresses, with indices as in the server."""
     grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
     tile = getattr(tiles.on_tensor_cores(case.tensor_cores) if case.tensor_cores else tiles, kernel)
     tile = tile[-1] if grouped else tile
@@ -208,7 +208,7 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
 
 
 def _others(architecture: int) -> Iterator[Variant]:
-    """The weighted sum, and what places experts, decides a step and copies."""
+    """Yield the weighted sum, and the kernels that place experts, plan a step and copy."""
     for hidden, top_k, dtype, absent in _SUMS:
         name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
         ids = torch.empty(1, top_k, dtype=torch.int32)
@@ -269,7 +269,7 @@ def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
-    """What stands around the products of a large-batch step: with marks, and, where versions are nested, streamed."""
+    """Yield the kernels around the products of a large-batch step: with marks, and, for nested versions, streamed."""
     shape, steps = LargeBatchShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
     table = vars(Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested))
     plan = LayerPlan.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
@@ -289,7 +289,7 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
 
 
 def _cpu_queue(architecture: int) -> Iterator[Variant]:
-    """What a step launches around its products where the host computes misses."""
+    """Yield the kernels that a step launches around its products if the CPU computes misses."""
     shape, plan = cpu_queue.QueueShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), LayerPlan.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
     rows, door = x.new_empty(128, SIZES[0]), cpu_queue.DeviceQueue(shape, turn, ids.flatten())
@@ -297,13 +297,19 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
+    for nested in (False, True):  # where experts come from disk
+        table = Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested).at(0)
+        asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
+        yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
+        taken = door, table, 0, asked
+        yield _noted((architecture, "take_sources", "128 experts", "", note), cpu_queue.take_sources, *taken)
 
 
 def variant_of(
     key: tuple[int, str, str, str, str], code: Any, tensors: Sequence[Tensor | int], constants: dict[str, Any],
     options: dict[str, int],
 ) -> Variant:  # fmt: skip
-    """What a launch of a kernel compiles."""
+    """Return the variant that a launch of a kernel compiles."""
     types = {
         parameter.name: parameter.annotation_type or "i64" if isinstance(tensor, int) else _TYPES[tensor.dtype]
         for parameter, tensor in zip(code.params, tensors, strict=False)
@@ -312,7 +318,7 @@ def variant_of(
 
 
 def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *arguments: Any) -> Variant:
-    """What a launch would compile."""
+    """Return the variant that a launch would compile."""
     found = []
 
     def note(
@@ -326,7 +332,7 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
 
 @cache
 def _code(module: str) -> str:
-    """A module without comments and docstrings, which change no machine code."""
+    """Return a module without comments and docstrings, which change no machine code."""
     tree = ast.parse((Path(launch.__file__).parent / f"{module}.py").read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -1,9 +1,9 @@
-"""What does it cost to check what is read from a disk? Reads random experts past the page cache, checked and unchecked.
+"""What does it cost to verify what is read from a disk? Reads random experts past the page cache, with and without.
 
     python benchmarks/memory_tiers/checks.py [FOLDER ON THE DISK]
 
-Rounds of both take turns, and their medians are compared, by how many reads are under way at once. Takes a minute, and
-1.3 GB of the disk for as long.
+Rounds of both alternate, and their medians are compared, by the number of concurrent reads. Takes a minute, and 1.3 GB
+of the disk meanwhile.
 """
 
 import argparse
@@ -30,14 +30,14 @@ DEPTHS, READS = (1, 2, 4, 8), 96
 
 
 class Unchecked(FileStore):
-    """Takes what is read as it comes."""
+    """A store that does not verify what it reads."""
 
     def check(self, key, read, projections=None):
-        """Look at nothing."""
+        """Verify nothing."""
 
 
 def rate(store: FileStore, seed: int) -> float:
-    """Bytes a second, of random experts."""
+    """Return bytes per second, reading random experts."""
     keys = random.Random(seed).sample(list(all_keys(store.experts)), READS)
     nbytes, depth = store.experts.formats[4].nbytes, store.depth
     slots = [map_bytes(nbytes) for _ in range(depth)]
@@ -55,7 +55,7 @@ def rate(store: FileStore, seed: int) -> float:
 
 
 def check_seconds(store: FileStore) -> float:
-    """Seconds of a core to check one expert, the median of experts that no cache holds."""
+    """Return the seconds of a core to verify one expert, the median of experts that no cache holds."""
     keys = list(all_keys(store.experts))[:64]
     held = [torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8) for _ in keys]
     for key, slot in zip(keys, held, strict=True):

@@ -1,4 +1,4 @@
-"""Holding a process to a number of bytes of page cache, by a control group of its own."""
+"""Limits a process to a number of bytes of page cache, with its own control group."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT, _FIRST = Path("/sys/fs/cgroup"), "memory"
-# A group's limit, what it uses, and what of that is files, in both versions of control groups.
+# A group's limit, its use, and the part of that for files, in both versions of control groups.
 _NAMES = {
     "memory.max": ("memory.current", "file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "cache"),
@@ -14,7 +14,7 @@ _NAMES = {
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Return the memory of this process that belongs to no file."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) * 1024
 
@@ -23,14 +23,14 @@ class Limit:
     """This process in a control group, until it ends.
 
     Args:
-        files: that nothing is cached of at first; what else the process has read counts as theirs.
-        nbytes: of page cache beside what the process has otherwise when :meth:`hold` is called; None to watch only,
-            and to count what comes after that.
+        files: dropped from the page cache first; other files that the process has read count as theirs.
+        nbytes: of page cache, in addition to what the process holds when :meth:`hold` is called; None to only watch,
+            and count what comes afterwards.
     """
 
     def __init__(self, files: Sequence[Path], nbytes: int | None) -> None:
         self._nbytes, self._before = nbytes, 0
-        for path in files:  # what writing them has left belongs to other groups
+        for path in files:  # pages left from writing them belong to other groups
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -42,10 +42,10 @@ class Limit:
                 (self._group / self._limit).write_text("max" if self._limit == "memory.max" else "-1")
                 (self._group / "cgroup.procs").write_text(str(os.getpid()))
                 return
-        raise SystemExit(f"A control group for memory is needed, and none may be made below {_ROOT}; run this as root.")
+        raise SystemExit(f"A control group for memory is needed, but none can be created in {_ROOT}; run this as root.")
 
     def hold(self) -> None:
-        """From now on."""
+        """Apply the limit from now on."""
         if self._nbytes is None:
             self._before = self.cached()
         else:
@@ -53,6 +53,6 @@ class Limit:
             (self._group / self._limit).write_text(str(other + self._nbytes))
 
     def cached(self) -> int:
-        """Bytes of page cache that the group has."""
+        """Return the bytes of page cache that the group has."""
         lines = (line.split() for line in (self._group / "memory.stat").read_text().splitlines())
         return int(dict(lines)[_NAMES[self._limit][1]]) - self._before

@@ -1,8 +1,8 @@
-"""A model of 2.5 times the memory: how fast is it, and what does it read? llama.cpp's mmap, and ours in two ways.
+"""How fast is a model of 2.5 times the memory, and what does it read? llama.cpp's mmap, and ours in two ways.
 
-The shipped model with wide experts, so that routers are real. Each serves the same prompts in a process of its own,
-one request at a time with pauses, and eight at once. Memory for experts is the same for all; see ``limits`` for how the
-page cache is held to it. Writes results.json and the table of this folder's README.
+The model is the shipped one with wide experts, so that routers are real. Each server answers the same prompts in its
+own process, one request at a time with pauses, and eight at once. Memory for experts is the same for all; ``limits``
+limits the page cache. Writes results.json and the table of this folder's README.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from limits import Limit, anonymous_bytes  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
 TIMES = 2.5
-TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # of an answer; characters of a prompt
+TOKENS, PROMPT, REQUESTS, TOGETHER = 32, 160, 8, 16  # tokens of an answer; characters of a prompt
 PAUSE_SECONDS = 0.2
 POLICIES = {"llama.cpp, mmap": "llama", "dymoe, page cache": "cache", "dymoe, host_memory": "level"}
 RESULTS = HERE / "results.json"
@@ -34,7 +34,7 @@ Ask = Callable[[Sequence[str]], Sequence[list[int] | str]]
 
 
 def prompts() -> list[str]:
-    """Pieces of the held-out texts, which the small model was not trained on."""
+    """Return pieces of the held-out texts, on which the small model was not trained."""
     import model
 
     texts = [(model.SHIPPED / "heldout" / f"{name}.txt").read_text() for name in ("docs", "code", "arithmetic")]
@@ -42,7 +42,7 @@ def prompts() -> list[str]:
 
 
 def read_bytes() -> int:
-    """What this process has caused to be read from disks."""
+    """Return the bytes that this process has caused to be read from disks."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
 
@@ -50,9 +50,9 @@ def read_bytes() -> int:
 def measure(
     ask: Ask, limit: Limit, begin: Callable[[], None], counts: Callable[[], dict[str, float]]
 ) -> dict[str, Any]:
-    """One request at a time with pauses, then eight at once."""
+    """Answer one request at a time with pauses, then eight at once."""
     texts, cached = prompts(), 0
-    ask(texts[:8])  # as much memory as it will need
+    ask(texts[:8])  # allocates as much memory as it will need
     limit.hold()
     ask(texts[:1])
     found: dict[str, Any] = {}
@@ -80,7 +80,8 @@ def llama(gguf: Path, memory: int) -> dict[str, Any]:
 
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
-    params.load_mode, params.no_extra_bufts = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP, True  # else it copies
+    # Otherwise it copies.
+    params.load_mode, params.no_extra_bufts = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP, True
     params.n_ctx, params.n_parallel, params.warmup = 8 * 512, 8, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.n_gpu_layers, params.cache_ram_mib, params.verbosity = 0, 0, 0
@@ -134,7 +135,7 @@ def child(policy: str, packed: Path, gguf: Path, memory: int) -> dict[str, Any]:
 
 
 def rates(packed: Path) -> Any:
-    """The disk's, with reads of the same size, now."""
+    """Measure the disk's rates, with reads of the same size, now."""
     from vllm_dymoe.cache.store import FileStore
     from vllm_dymoe.cache.store.disk import RATES
 
@@ -175,7 +176,7 @@ def main() -> None:
     )
     found: dict[str, Any] = {}
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    alone |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as llama.cpp has
+    alone |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # like llama.cpp
     for label, policy in POLICIES.items():
         out, log = arguments.work / f"{policy}-{arguments.width}.json", arguments.work / f"{policy}.log"
         if policy in arguments.only:
@@ -189,7 +190,7 @@ def main() -> None:
             found[label] = json.loads(out.read_text())
     answers = {json.dumps(run["one"].pop("answers")) for label, run in found.items() if label.startswith("dymoe")}
     if len(answers) > 1:
-        raise SystemExit("two policies of this plugin gave different answers; nothing is reported")
+        raise SystemExit("two policies of this plugin gave different answers; no report was written")
     for run in found.values():
         for part in (run["one"], run["eight"]):
             part.pop("answers", None)
@@ -210,7 +211,7 @@ def main() -> None:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The table, in Markdown."""
+    """Return the table, in Markdown."""
     columns = ["one request, tokens/s", "read MB/token", "eight, tokens/s", "read MB/token"]
     columns += ["experts in memory, MB", "process, MB"]
     lines, disk = [], []

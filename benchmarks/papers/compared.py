@@ -1,4 +1,4 @@
-"""A policy that exists to be compared: parts of the papers' policies, one at a time."""
+"""A policy for comparisons: parts of the papers' policies, one at a time."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,7 +16,7 @@ from vllm_dymoe.prefetch.side_stream import make_side_stream
 
 
 class Oracle(Predictor):
-    """Knows what the next layer's router will choose, from the same requests before: greedy answers repeat."""
+    """Predicts exactly what the next layer's router will choose, from earlier equal requests: greedy answers repeat."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,17 +43,17 @@ class Oracle(Predictor):
 
 
 class Compared(Exact):
-    """Every expert high, with parts of FIRM-MoE."""
+    """Serves every expert high, with parts of FIRM-MoE."""
 
     name: ClassVar[str] = "compared"
     summary: ClassVar[str] = "parts of policies, for measurements"
 
-    # What names experts of the next layer.
+    # Predictor of the next layer's experts.
     ahead: Literal["nothing", "next gate", "meeting of layers", "oracle"] = "next gate"
     projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
-    k: int | None = Field(default=None, ge=1)  # experts that each layer names; as many as a token uses if None
-    p: int = Field(default=3, ge=1)  # layers that meet
-    whole: bool = False  # an expert is computed when all of it has arrived
+    k: int | None = Field(default=None, ge=1)  # experts that each layer predicts; the number per token if None
+    p: int = Field(default=3, ge=1)  # layers that have to agree
+    whole: bool = False  # compute an expert only when all of it has arrived
     keeps: bool = True  # layers keep experts for later steps
 
     @cached_property
@@ -78,5 +78,5 @@ class Compared(Exact):
 
 
 def make_known() -> None:
-    """Let the option ``policy`` name it, in this process."""
+    """Register the policy for the option ``policy``, in this process."""
     POLICIES[Compared.name] = Compared

@@ -1,8 +1,8 @@
-"""What the host spends on a question to each predictor, for vllm_dymoe/plan/costs.json.
+"""Measures the host time of a prediction by each predictor, for vllm_dymoe/plan/costs.json.
 
-A CPU asks networks and gates of Qwen3-30B-A3B's sizes, one token at a time; on a GPU the host enqueues about as many
-small kernels. Costs of planning and launching are those that tests/kernels/gpu_at_true_sizes.py measures on a GPU, and
-stay as they are.
+A CPU evaluates networks and gates of Qwen3-30B-A3B's sizes, one token at a time; for a GPU the host enqueues about as
+many small kernels. Costs of planning and launching are measured by tests/kernels/gpu_at_true_sizes.py on a GPU, and are
+not changed.
 """
 
 import json
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _seconds(predictor: Predictor) -> float:
-    """The median of a question."""
+    """Return the median seconds of a prediction."""
     found, layers, experts = [], _SIZES.num_layers, _SIZES.num_experts
     for _ in range(_ROUNDS):
         for layer in range(layers - 1):

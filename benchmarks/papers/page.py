@@ -1,4 +1,4 @@
-"""The papers' page and its pictures, from results.json alone: per claim the paper's number, ours, and what holds."""
+"""The papers' page and its pictures, from results.json alone: per claim the paper's number, ours, and the verdict."""
 
 # ruff: noqa: E501 (sentences of the page)
 import itertools
@@ -39,7 +39,7 @@ def _ratio(results: Results, *path: str, slow: str, fast: str, of: str = "tpot")
 
 
 def claims(results: Results) -> list[tuple[str, str, str, str, str]]:
-    """Paper, claim, its number, ours, and what is made of it."""
+    """Return for each claim: paper, claim, its number, ours, and the verdict."""
     rows: list[tuple[str, str, str, str, str]] = []
 
     def say(paper: str, claim: str, theirs: str, ours: str, holds: bool | None, why: str = "") -> None:
@@ -167,7 +167,7 @@ _TIMES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def sections(results: Results) -> Iterable[str]:
-    """Every table."""
+    """Yield every table."""
     yield "## What holds\n"
     yield markdown(["paper", "claim", "paper", "here", "verdict"], map(list, claims(results)))
     if (found := results.get("dymoe")) is not None:
@@ -214,7 +214,7 @@ def sections(results: Results) -> Iterable[str]:
 
 
 def _adaptive(found: Results) -> Iterable[str]:
-    """Time and copies of the policy adaptive, and its quality."""
+    """Yield time and copies of the policy adaptive, and its quality."""
     yield (
         "\n## And a policy that takes from two: `adaptive`\n\nDynaExq's floor with DyMoE's rescue, 4/2 on an A6000: every base slice is there, "
         "and a part of the residual ones.\nSlices that steps fetch are of decode and prompts together."
@@ -253,7 +253,7 @@ def _adaptive(found: Results) -> Iterable[str]:
 
 
 def _quality() -> str:
-    """KL of the options that the rows above have, from benchmarks/quality."""
+    """Return the KL of the options in the rows above, from benchmarks/quality."""
     rows = json.loads(_QUALITY.read_text())["sections"].get("papers", [])
     lines = [
         [row["experts"], row["phase"], row["quantizer"], f"{1000 * row['kl_nats']:.2f} ± {1000 * row['kl_error']:.2f}"]
@@ -266,18 +266,18 @@ def _quality() -> str:
 
 
 def text(results: Results) -> str:
-    """The page."""
+    """Return the page."""
     parts = (section.rstrip("\n") if section.startswith("|") else section for section in sections(results))
     return "\n".join(line.rstrip() for line in (_HEAD + "\n" + "\n".join(parts)).splitlines()) + "\n"
 
 
 def write(results: Results, folder: Path) -> None:
-    """The page, and pictures."""
+    """Write the page, and pictures."""
     (folder / "README.md").write_text(text(results))
     try:
         import matplotlib
     except ImportError:
-        print("The pictures stay as they are: they need matplotlib; install it with pip.")
+        print("The pictures are not drawn, because matplotlib is missing; install it with pip.")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,9 +1,9 @@
 """The tables and figures of four papers, from one simulator of schedules: which of their claims hold, and why.
 
-The simulator (vllm_dymoe/plan/simulator.py) runs the real planner, policies and predictors over routings of the shipped
-model that were recorded on texts of three domains; sizes are those of the papers' models, rates those of their devices,
-and the host's work is charged as it was measured. Writes results.json, pictures and README.md; --page writes the latter
-two from results.json alone.
+The simulator (vllm_dymoe/plan/simulator.py) runs the real planner, policies and predictors over routing of the shipped
+model that was recorded on texts of three domains. Sizes are those of the papers' models, rates those of their devices,
+and host time is charged as measured. Writes results.json, pictures and README.md; --page writes the latter two from
+results.json alone.
 """
 
 import argparse
@@ -40,10 +40,10 @@ from vllm_dymoe.prefetch.gate import Gate
 from vllm_dymoe.trace.trace import Trace
 
 HERE = Path(__file__).resolve().parent
-_LONGEST = 16  # tokens of an answer that are simulated
-_WARM = 2  # requests that warm a cache up, from other texts; _SETTLE where HEOP has to settle
+_LONGEST = 16  # simulated tokens of an answer
+_WARM = 2  # requests, of other texts, that warm up a cache; _SETTLE if HEOP has to settle
 _SETTLE = 7
-_PCIE3 = "13.4GB/s"  # 15.75 GB/s, behind its protocol
+_PCIE3 = "13.4GB/s"  # 15.75 GB/s minus protocol overhead
 
 
 def find_device(name: str, link: str | None) -> Device:
@@ -53,13 +53,13 @@ def find_device(name: str, link: str | None) -> Device:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a paper's model takes, with the trace's layers and experts."""
+    """Sizes of a paper's model, with the trace's layers and experts."""
 
     hidden: int
     intermediate: int
-    attention: int  # bytes beside experts, for each layer
-    layers: int  # of the model itself, for peak memory
-    each: int  # experts of a layer, likewise
+    attention: int  # bytes outside of experts, for each layer
+    layers: int  # layers of the model itself, for peak memory
+    each: int  # experts of a layer of the model, likewise
 
     def experts(self, header: Any, bits: tuple[int, ...]) -> ModelExperts:
         def form(width: int) -> ExpertFormat:
@@ -76,12 +76,12 @@ MIXTRAL = Sizes(4096, 14336, 2 * 4096 * (2 * 4096 + 2 * 1024), 32, 8)
 
 
 def policy(name: str, high: int = 4, low: int = 0, **parameters: Any) -> dict[str, Any]:
-    """Options of the plugin, but for the budget."""
+    """Return options of the plugin, without the budget."""
     return {"policy": name, "high": high, "low": low, "policy_options": parameters}
 
 
 class Bench:
-    """The recorded routings, and rows that are simulated over them."""
+    """The recorded routing, and rows that are simulated over it."""
 
     def __init__(self, work: Path) -> None:
         compared.make_known()
@@ -103,7 +103,10 @@ class Bench:
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, costs: Costs | None = None,
         *, trace: Trace | None = None, all_of_16: bool = False, **how: Any,
     ) -> Simulator:  # fmt: skip
-        """``share`` of the bytes of all experts at high (``all_of_16``: at 16 bits), "top-k" or "layer"."""
+        """Return a simulator with a share of all experts' bytes at high, or "top-k" or "layer".
+
+        With ``all_of_16`` the share is of all experts at 16 bits.
+        """
         trace = trace or self.trace
         header, chosen = trace.header, Options(planning="host", group_size=64, **given)
         kind, experts = make_policy_of(chosen, self.network), sizes.experts(header, tuple(chosen.stored_bits))
@@ -144,9 +147,9 @@ class Bench:
     def row(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
     ) -> dict[str, Any]:
-        """Serve the replayed requests one at a time, behind some others; with the spread over requests."""
+        """Serve the replayed requests one at a time, after some others; return means with the spread over requests."""
         key = json.dumps([given, share, vars(sizes), vars(device), str(how)], sort_keys=True)
-        if key in self._known:  # from a run that was interrupted
+        if key in self._known:  # from an interrupted run
             return self._known[key]
         simulator = self.simulator(given, share, sizes, device, **how)
         warm = _SETTLE if "firm" in given["policy"] or "tuned" in str(given) else _WARM
@@ -160,20 +163,20 @@ class Bench:
 
 
 def replace_trace(simulator: Simulator, trace: Trace) -> Trace:
-    """Go on with another trace of the same model; returns the one of before."""
+    """Continue with another trace of the same model; return the previous one."""
     before, simulator.trace = simulator.trace, trace
     simulator.tell(trace)
     return before
 
 
 def make_policy_of(chosen: Options, network: Path) -> Any:
-    """The policy; the paper's own needs a trained network."""
+    """Return the policy; the paper's own needs a trained network."""
     needs = chosen.policy == "duoserve-paper"
     return make_policy(chosen.model_copy(update={"predictor": str(network)}) if needs else chosen)
 
 
 def summary_of(found: Result, simulator: Simulator) -> dict[str, Any]:
-    """Means, percentiles, and the spread over requests."""
+    """Return means, percentiles, and the spread over requests."""
     tokens: dict[int, list[float]] = {}
     for seconds, step in zip(found.seconds, found.steps, strict=True):
         if step.phase is Phase.DECODE and len(step.requests) == 1:
@@ -211,7 +214,7 @@ Table = dict[str, dict[str, Any]]
 
 
 def dymoe(bench: Bench) -> dict[str, Any]:
-    """Table 3 (what each part gains), Figure 10 (TTFT and TPOT by memory)."""
+    """Return Table 3 (the gain of each part) and Figure 10 (TTFT and TPOT by memory)."""
     device = find_device("rtx3090", _PCIE3)
     rows = {
         "1. load on demand": policy("on-demand"),
@@ -233,7 +236,7 @@ def dymoe(bench: Bench) -> dict[str, Any]:
 
 
 def duoserve(bench: Bench) -> dict[str, Any]:
-    """Figures 5 and 6, Tables 2 and 3."""
+    """Return Figures 5 and 6, and Tables 2 and 3."""
     rows: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "MoESys": (policy("layer-prefetch"), "layer", {"fetches_all": True}),
         "ACC": (policy("on-demand", overlap=False), "top-k", {}),
@@ -254,7 +257,7 @@ def duoserve(bench: Bench) -> dict[str, Any]:
 
 
 def firm(bench: Bench) -> dict[str, Any]:
-    """Tables 1 and 2, Figures 4 to 7."""
+    """Return Tables 1 and 2, and Figures 4 to 7."""
     device = find_device("rtx3090", None)
     parts = partial(policy, "compared", 16, evicts="least recent")
     rows = {
@@ -283,7 +286,7 @@ def firm(bench: Bench) -> dict[str, Any]:
 
 
 def dynaexq(bench: Bench) -> dict[str, Any]:
-    """Throughput by batch, TTFT by prompt, and a shift of traffic."""
+    """Return throughput by batch, TTFT by prompt, and a shift of traffic."""
     device, window = find_device("a6000", None), {"window_s": 0.02}
     rows = {
         "static 4": (policy("exact", 4, look_ahead=0), None),
@@ -327,7 +330,7 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
 
 
 def adaptive(bench: Bench) -> dict[str, Any]:
-    """What a rescue costs in time: 4/2 at half and a quarter of the residual slices, by batch."""
+    """Return the time that fetching high versions costs: 4/2 at half and a quarter of the residual slices, by batch."""
     device = find_device("a6000", None)
     rows = {
         "dynaexq": policy("dynaexq", 4, 2, window_s=0.02),

@@ -1,9 +1,10 @@
-"""What is replayed: a trace of the shipped model on texts of three domains; and DuoServe-MoE's network, of others.
+"""The replayed trace, and DuoServe-MoE's network.
 
-Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are kept. A request is
-a window: its first tokens are the prompt, the rest is what the answer would be, token by token, whose routing is the
-same as if it were decoded. Lengths of prompts are spread as those of chats are, from a line to a page. Files are made
-where they are not there from an earlier run.
+The trace is of the shipped model on texts of three domains; the network was trained on other texts.
+
+Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are recorded. A request
+is a window: its first tokens are the prompt, the rest is the answer, token by token, with the same routing as in
+decode. Lengths of prompts are spread like those of chats, from a line to a page. Files of earlier runs are reused.
 """
 
 import sys
@@ -28,12 +29,15 @@ LENGTHS = (32, 96, 208, 400)  # tokens of a domain's prompts
 ANSWER = 48
 ARCHITECTURE = "paper-shared"
 _END = "<|endoftext|>"
-_TRAINING, _WINDOW = 12, 320  # windows of each domain that the network is trained on; the last ANSWER tokens decode
+_TRAINING, _WINDOW = 12, 320  # windows of each domain for training the network; the last ANSWER tokens decode
 _EPOCHS = 4
 
 
 def recorded(work: Path) -> tuple[Trace, Trace, Path]:
-    """The trace that is replayed, whose requests are domain by domain, one of other texts, and the network's file."""
+    """Return the replayed trace, a trace of other texts, and the network's file.
+
+    The replayed trace's requests are ordered by domain.
+    """
     files = [work / name for name in ("replayed.safetensors", "others.safetensors", "network.safetensors")]
     if not all(file.exists() for file in files[:2]):
         work.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,7 @@ def domain_of(request: int) -> str:
 
 
 def _windows() -> tuple[list[list[int]], list[list[int]]]:
-    """Token numbers of what is replayed, and of what the network is trained on: other parts of the same files."""
+    """Return token ids of the replayed windows, and of the training windows: other parts of the same files."""
     from transformers import AutoTokenizer
 
     tokenizer, replayed, others = AutoTokenizer.from_pretrained(MODEL), list[list[int]](), list[list[int]]()
@@ -69,7 +73,7 @@ def _windows() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
-    """Read windows, and keep what every router saw and chose."""
+    """Read windows, and record what every router saw and chose."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -103,7 +107,7 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
 
 
 def _train(read: Trace, out: Path) -> None:
-    """Train the paper's network on every token of the texts: each was routed as it would be in decode."""
+    """Train the paper's network on every token of the texts, each of which was routed as in decode."""
     every = Trace(**{**vars(read), "prefill": torch.zeros_like(read.prefill), "router_inputs": None})
     trained = train(every, ARCHITECTURES[ARCHITECTURE], Recipe(_EPOCHS))
     architecture = {"name": ARCHITECTURE, **asdict(ARCHITECTURES[ARCHITECTURE])}

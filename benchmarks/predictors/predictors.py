@@ -1,10 +1,10 @@
-"""What predictors name right: whole next layers and single experts, by architecture and by tokens learnt from.
+"""The accuracy of predictors: whole next layers and single experts, by architecture and by training tokens.
 
-A trace of the shipped model is recorded through vLLM: greedy answers to pieces of its held-out texts, which the model
-was not trained on. Some requests are held out; the others are learnt from, all of them or the first tokens of them.
-Each architecture is trained as ``vllm-dymoe train`` does it and judged on the same held-out tokens, beside the next
-layer's gate, which is free. One thread and fixed seeds: the same numbers on the same machine;
-others round sums otherwise, and greedy answers may part there.
+A trace of the shipped model is recorded through vLLM: greedy answers to pieces of its held-out texts, on which the
+model was not trained. Some requests are held out; predictors are trained on the others, on all of them or on their
+first tokens. Each architecture is trained as ``vllm-dymoe train`` does it and tested on the same held-out tokens,
+together with the next layer's gate, which is free. With one thread and fixed seeds, the numbers are the same on the
+same machine; other machines round sums differently, and greedy answers may diverge there.
 """
 
 import argparse
@@ -25,12 +25,12 @@ MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 RESULTS = Path(__file__).with_name("results.json")
 _DOMAINS = "docs", "code", "arithmetic"
 _PROMPTS, _CHARACTERS, _ANSWER = 150, 200, 128
-_FEW_TOKENS = 1506  # of the recipe before: 16 prompts
+_FEW_TOKENS = 1506  # of the previous recipe: 16 prompts
 _HELD_OUT = 0.1
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """Pieces of the held-out texts, evenly spread, by turns from each domain."""
+    """Write pieces of the held-out texts, evenly spread, alternating between domains."""
     texts = [(MODEL / "heldout" / f"{domain}.txt").read_text() for domain in _DOMAINS]
     pieces = []
     for number in range(count):
@@ -41,7 +41,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def recorded(work: Path) -> Trace:
-    """The trace, recorded if it is not there from an earlier run."""
+    """Return the trace, recorded unless an earlier run did."""
     trace, prompts = work / "trace", work / "prompts.jsonl"
     if not trace.is_dir():
         work.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,13 @@ def recorded(work: Path) -> Trace:
 
 
 def answers_of(trace: Trace) -> Trace:
-    """Its decoded tokens, each once, by request."""
+    """Return its decoded tokens, each once, by request."""
     trace = trace.select(trace.in_order())
     return trace.select(~trace.prefill)
 
 
 def measure(trace: Trace, architectures: Sequence[str], epochs: int) -> Iterator[tuple[int, str, dict[str, float]]]:
-    """Tokens learnt from, architecture, and rates on what was held out."""
+    """Yield training tokens, architecture, and rates on held-out requests."""
     decoded, recipe = answers_of(trace), Recipe(epochs=epochs, held_out=_HELD_OUT)
     learnt, held_out = split_by_request(decoded, _HELD_OUT, recipe.seed)
     for tokens in (_FEW_TOKENS, int(learnt.sum())):
@@ -73,7 +73,7 @@ def measure(trace: Trace, architectures: Sequence[str], epochs: int) -> Iterator
 
 
 def main() -> None:
-    """A line for each, and the numbers into results.json, which docs/predictors.md quotes."""
+    """Print a line for each, and write the numbers to results.json, which docs/predictors.md quotes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=list(ARCHITECTURES), help="all if none")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")

@@ -1,8 +1,8 @@
-"""AWQ as a row to compare with: input channels are larger while they are rounded where their activations are large.
+"""AWQ for comparison: input channels with large activations are scaled up while they are rounded.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization" (2024), section 3.2: s = a^alpha, alpha by a search in twenty
-steps for the least error of outputs, where a is how large a channel's activations are (their root mean square here).
-gate and up of a layer share their s, which the norm before them would take; down's is its expert's. No clipping.
+steps for the least error of outputs, where a is the size of a channel's activations (their root mean square here). gate
+and up of a layer share their s, which the norm before them would absorb; down's is its expert's. No clipping.
 """
 
 import torch
@@ -21,7 +21,7 @@ STEPS = 20
 
 
 def put(packer: ExpertPacker, checkpoint: Checkpoint, calibration: Calibration, fmt: ExpertFormat) -> None:
-    """What is read of AWQ's codes of a format, for all experts."""
+    """Write AWQ's dequantized weights in a format, for all experts."""
     for layer in range(len(calibration.recording.layers)):
         outer: list[Tensor] = []
         curves: list[Curvature] = []
@@ -36,7 +36,7 @@ def put(packer: ExpertPacker, checkpoint: Checkpoint, calibration: Calibration, 
 
 
 def _searched(weights: list[Tensor], read: list[Curvature], form: MatrixFormat) -> list[Tensor]:
-    """What is read of weights with one s, that of the least error together."""
+    """Return dequantized weights with one s, that of the least total error."""
     size = torch.stack([each.hessian.diagonal() for each in read]).sum(0).sqrt().clamp(min=1e-4)
     least, best, section = float("inf"), weights, torch.empty(form.nbytes, dtype=torch.uint8)
     for step in range(STEPS):

@@ -1,8 +1,8 @@
-"""The shipped model in one vLLM engine, whose experts are exchanged between measurements, and what its answers lose.
+"""The shipped model in one vLLM engine, whose experts are exchanged between measurements, and its loss of quality.
 
-The engine computes everything but the experts once and for all; what is measured differs in the
-server alone: the store that it reads, its options, its policy. vLLM scores a text as a prompt
-(``prompt_logprobs``), in one step or, where its scheduler may give a step one token only, as it would decode it.
+The engine computes everything but the experts in the same way every time; measurements differ only in the server: its
+store, options and policy. vLLM scores a text as a prompt (``prompt_logprobs``), in one step or, if its scheduler may
+give a step only one token, as in decode.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-# Read by vLLM when it is imported: the engine core stays in this process, where its experts can be exchanged.
+# Read by vLLM at import: the engine core stays in this process, where its experts can be exchanged.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-"))
@@ -42,7 +42,7 @@ from vllm_dymoe.server import ExpertServer
 MODEL = Path(__file__).resolve().parents[1] / "tiny_moe" / "model"
 DOMAINS = ("docs", "code", "arithmetic")
 END = "<|endoftext|>"
-WINDOW = 512  # tokens of context at most
+WINDOW = 512  # most tokens of context
 GROUP_SIZE = 64
 WIDTHS = (16, 8, 4, 2)
 SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -52,13 +52,13 @@ SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokeniz
 class Variant:
     """One way to compute the experts."""
 
-    name: str  # in the tables
-    options: dict[str, Any]  # of the plugin, but for the budget
-    quantizer: str = "rtn"  # made the bytes; see `Bench.store`
+    name: str  # for the tables
+    options: dict[str, Any]  # of the plugin, without the budget
+    quantizer: str = "rtn"  # quantizer of the bytes; see `Bench.store`
 
 
 def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, ExpertFormat]) -> float:
-    """Bytes of the experts that a step computed, wherever they were."""
+    """Return the bytes of the experts that a step computed, wherever they were."""
     bits = variant.options
     nbytes = scores.planned["high"] * formats[bits["high"]].whole_nbytes
     if bits.get("low"):
@@ -69,8 +69,8 @@ def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Expert
 class Bench:
     """One engine, its texts, and the experts that each quantizer makes.
 
-    Texts are token numbers: ``prompts``, so many windows of WINDOW tokens of each domain, spread evenly over what is
-    held out, and ``decoded``, so many tokens of the first of them, which are read one by one.
+    Texts are token ids: ``prompts`` are windows of WINDOW tokens of each domain, evenly spread over the held-out texts,
+    and ``decoded`` are the first tokens of them, which are read one by one.
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
@@ -96,7 +96,7 @@ class Bench:
             self._seen.append(compute_logprobs(logits))
             return self._seen[-1]
 
-        # vLLM hands out the likeliest tokens only, and KL divergence needs all of them.
+        # vLLM returns only the likeliest tokens, but KL divergence needs all of them.
         self._sampler.compute_logprobs = watched
         self.checkpoint = Checkpoint.open(MODEL)
         self.prompts, self._unread = self._texts(windows)
@@ -110,12 +110,12 @@ class Bench:
 
     @property
     def server(self) -> ExpertServer:
-        """That serves."""
+        """The server of the engine."""
         return self._model.server
 
     @cached_property
     def _held_out(self) -> dict[str, list[int]]:
-        """Token numbers of each domain."""
+        """Return token ids of each domain."""
         tokenizer, found = self._llm.get_tokenizer(), {}
         for domain in DOMAINS:
             documents = (MODEL / "heldout" / f"{domain}.txt").read_text().split(f"\n{END}\n")
@@ -124,12 +124,12 @@ class Bench:
 
     @property
     def domains(self) -> dict[str, list[list[int]]]:
-        """All of each domain, in texts of WINDOW tokens."""
+        """Return all of each domain, in texts of WINDOW tokens."""
         starts = {domain: range(0, len(ids) - WINDOW + 1, WINDOW) for domain, ids in self._held_out.items()}
         return {domain: [ids[at : at + WINDOW] for at in starts[domain]] for domain, ids in self._held_out.items()}
 
     def _texts(self, windows: int) -> tuple[list[list[int]], list[str]]:
-        """Windows of each domain, and what lies between them, for calibration."""
+        """Return windows of each domain, and the text between them, for calibration."""
         tokenizer = self._llm.get_tokenizer()
         found, between = [], []
         for domain, ids in self._held_out.items():
@@ -141,8 +141,10 @@ class Bench:
         return found, between
 
     def score(self, variant: Variant, texts: list[list[int]], *, decode: bool, share: float | None = None) -> Scores:
-        """Let the engine read texts with these experts, for ``decode`` a token in each step in place of a text. The
-        budget is a share of all experts' bytes at 4 bits; None holds every expert, each in the planned version."""
+        """Let the engine read texts with these experts, for ``decode`` one token per step instead of a whole text.
+
+        ``share`` is a share of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
+        """
         workspace = self._model.server.kernel.workspace_bytes
         budget = "100%" if share is None else workspace + int(share * self.experts.nbytes(4))
         chosen = dict(variant.options, expert_budget=budget)
@@ -165,29 +167,29 @@ class Bench:
         return scores
 
     def bits_per_weight(self, variant: Variant) -> float:
-        """Of an expert in the high precision, with its scales."""
+        """Return bits of an expert at high precision, with its scales."""
         fmt = self.store(variant.quantizer).experts.formats[variant.options["high"]]
         return 8 * fmt.whole_nbytes / (3 * fmt.hidden * fmt.intermediate)
 
     def serve(self, store: str, options: Options) -> None:
-        """With a store by its name."""
+        """Serve with a store, by its name."""
         before = self._model.server
         self._model.server = ExpertServer(self.store(store), options, torch.device("cpu"))
         self._scheduler.max_num_scheduled_tokens = WINDOW + 8
         before.engine.close()
 
     def read(self, texts: list[list[int]]) -> Scores:
-        """One after the other, each in a step."""
+        """Read texts in sequence, each in a step."""
         return Scores([self._read(text) for text in texts])
 
     def read_each(self, texts: list[list[int]], *, decode: bool) -> list[torch.Tensor]:
-        """What follows each token of texts, for ``decode`` a token in each step."""
+        """Return log-probabilities after each token of texts, for ``decode`` one token per step."""
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         return [self._read(text) for text in texts]
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[NDArray[np.int64]]:
-        """Squared gates of what is read inside, int64 [layers, experts]."""
+        """Yield squared gates of what is read inside, int64 [layers, experts]."""
         serving = self._model.server.host_planned
         sums, forward = np.zeros((len(self.experts.layers), self.experts.num_experts), np.int64), serving.forward
 
@@ -201,28 +203,32 @@ class Bench:
         del serving.forward
 
     def nested_bytes(self, store: str, share: float) -> int:
-        """A budget in which every expert is low, and a share of them high."""
+        """Return a budget in which every expert is low, and a share of them high."""
         experts = self.store(store).experts
         every = len(experts.layers) * experts.num_experts
         nbytes = every * experts.formats[2].nbytes + int(share * every) * experts.formats[4].nbytes
         return self._model.server.kernel.workspace_bytes + nbytes
 
     def _read(self, text: list[int]) -> torch.Tensor:
-        """Log-probabilities of what follows each token but the last: float32 [tokens - 1, vocabulary]; SystemExit if
-        they are not those that vLLM answers with."""
+        """Return log-probabilities after each token but the last: float32 [tokens - 1, vocabulary].
+
+        SystemExit if they differ from vLLM's answers.
+        """
         self._seen.clear()
         (output,) = self._llm.generate({"prompt_token_ids": text}, SCORE, use_tqdm=False)
         found = torch.cat(self._seen)
         if found.shape[0] != len(text) - 1:
-            raise SystemExit(f"{found.shape[0]} rows were seen for a text of {len(text)} tokens; nothing reported")
+            raise SystemExit(f"{found.shape[0]} rows were seen for a text of {len(text)} tokens; no report was written")
         last = output.prompt_logprobs[-1][text[-1]].logprob
         if not math.isclose(found[-1, text[-1]], last, abs_tol=1e-4):
-            raise SystemExit("what was seen is not what vLLM answers; nothing reported")
+            raise SystemExit("the recorded tokens are not those of vLLM's answers; no report was written")
         return found
 
     def store(self, name: str) -> HostStore:
-        """The experts, packed when they are first asked for, by the name of the quantizer for versions of every width
-        beside each other; "nested NAME" is 2 bits inside of 4, "awq BITS" what AWQ reads of its codes, at 16 bits."""
+        """Return the experts, packed at first use, by the name of the quantizer for separate versions.
+
+        "nested NAME" is 2 bits nested in 4, "awq BITS" AWQ's dequantized weights, at 16 bits.
+        """
         if name not in self._stores:
             *kind, quantizer = name.split()
             if kind == ["awq"]:
@@ -244,12 +250,12 @@ class Bench:
             return packer.finish()
         errors = pack(self.checkpoint, experts, name, writer, calibration)
         if any(errors.fallbacks):
-            raise SystemExit("some experts are too rare in the calibration; nothing reported")
+            raise SystemExit("some experts are too rare in the calibration; no report was written")
         return writer.finish(errors)
 
     @cached_property
     def _calibration(self) -> Calibration:
-        """What the experts read in texts that are not measured."""
+        """Return the experts' inputs in texts that are not measured."""
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         self.serve("rtn", Options(high=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)

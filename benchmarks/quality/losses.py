@@ -8,21 +8,22 @@ import torch
 
 @dataclass
 class Scores:
-    """What was predicted for every token of the texts."""
+    """Predictions for every token of the texts."""
 
     logprobs: list[torch.Tensor] = field(default_factory=list)
-    """For each text float32 [tokens - 1, vocabulary], of what follows each token but the last."""
-    moved: int = 0  # bytes of experts that came to the device
-    hit_rate: float = 0.0  # of experts that were needed, those that were there
+    """For each text float32 [tokens - 1, vocabulary], after each token but the last."""
+    moved: int = 0  # bytes of experts that were fetched to the device
+    hit_rate: float = 0.0  # share of hits among needed experts
     steps: int = 0  # of the engine
-    planned: dict[str, int] = field(default_factory=dict)  # experts that the policy gave each precision
+    planned: dict[str, int] = field(default_factory=dict)  # experts that the policy wanted in each precision
 
 
 def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[str, float]:
-    """How far the scores are from those at 16 bits: perplexity; loss, by which share it is higher than the reference's;
-    agreement, the share of tokens whose likeliest successor is the same; the KL divergence from the reference in nats.
+    """Return the distance of scores from those at 16 bits.
 
-    Errors are standard errors of the mean over tokens, each compared with itself at 16 bits.
+    Perplexity; loss, relative to the reference's; agreement, the share of tokens with the same likeliest successor; KL
+    divergence from the reference in nats. Errors are standard errors of the mean over tokens, each compared with itself
+    at 16 bits.
     """
     nats, more, kl, same = [], [], [], []
     for ours, theirs, text in zip(scores.logprobs, reference.logprobs, texts, strict=True):

@@ -1,8 +1,8 @@
 """What does precision cost in quality, and which bytes buy it back? DyMoE's Tables 1 and 2.
 
 The shipped model reads its held-out texts through the real vLLM engine, as prompts and one token at a time, with
-experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json
-and the tables of README.md. Nothing here is a time, so that --only SECTION... may measure a part anew.
+experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json and the
+tables of README.md. Nothing here is a time, so --only SECTION... may measure a part again.
 """
 
 import argparse
@@ -32,12 +32,12 @@ EXACT = Variant("16", {"high": 16})
 
 
 def uniform(bits: int, quantizer: str = "rtn") -> Variant:
-    """Every expert at one width."""
+    """Return the variant with every expert at one width."""
     return Variant(f"{bits}", {"high": bits}, quantizer)
 
 
 def dymoe(retention: float, low: int, quantizer: str = "rtn", high_by: str = "threshold", **options: Any) -> Variant:
-    """DyMoE at 4/low bits."""
+    """Return DyMoE at 4/low bits."""
     parameters = {"retention": retention, "high_by": high_by, **options}
     chosen = {"threshold": "", "depth": ", Eq. 4", "equal": ", equal"}[high_by]
     return Variant(
@@ -48,13 +48,15 @@ def dymoe(retention: float, low: int, quantizer: str = "rtn", high_by: str = "th
 
 
 def nested(variant: Variant) -> Variant:
-    """With the low version inside the high one."""
+    """Return a variant with nested versions."""
     return replace(variant, name=f"{variant.name}, nested", quantizer=f"nested {variant.quantizer}")
 
 
 class Measurement:
-    """One run: the engine, texts as for `Bench`, and what 16 bits make of them; rows that are known, by section, are
-    not measured again."""
+    """One run: the engine, texts as for `Bench`, and their scores at 16 bits.
+
+    Known rows, by section, are not measured again.
+    """
 
     def __init__(self, windows: int, decoded: int, known: dict[str, Any] | None = None) -> None:
         self.bench, self._known = Bench(windows, decoded), known or {}
@@ -62,7 +64,7 @@ class Measurement:
         self._reference: dict[bool, Scores] = {}
 
     def read(self, variant: Variant, *, decode: bool = False, share: float | None = None) -> dict[str, float]:
-        """What a variant loses, and the bytes that it computed and moved."""
+        """Return a variant's losses, and the bytes that it computed and moved."""
         texts = self.texts[decode]
         if decode not in self._reference:
             self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
@@ -76,11 +78,11 @@ class Measurement:
         return found
 
     def row(self, section: str, place: dict[str, Any], variant: Variant, **how: Any) -> dict[str, Any]:
-        """One row, as it was measured before if it was."""
+        """Return one row, measured unless it is known."""
         return report.find(self._known.get(section, []), **place) or {**place, **self.read(variant, **how)}
 
     def uniform(self) -> Iterator[dict[str, Any]]:
-        """The paper's Table 1: every expert at one width, by quantizer."""
+        """Yield the paper's Table 1: every expert at one width, by quantizer."""
         yield self.row("uniform", {"bits": 16, "quantizer": ""}, EXACT)
         for bits in (8, 4, 2):
             for quantizer in QUANTIZERS:
@@ -93,14 +95,14 @@ class Measurement:
         yield self.row("uniform", {"bits": "4, activations of 8", "quantizer": "rtn"}, eight)
 
     def readings(self) -> Iterator[dict[str, Any]]:
-        """Both readings of nested versions, by quantizer, and points of a lattice alone."""
+        """Yield both readings of nested versions, by quantizer, and lattice codes alone."""
         rows = [nested(uniform(bits, quantizer)) for quantizer in ("rtn", "gptq", "e8") for bits in (4, 2)]
         for row in [*rows, uniform(2, "e8")]:
             place = {"reading": row.name, "quantizer": row.quantizer.removeprefix("nested ")}
             yield {**self.row("readings", place, row), "bits_per_weight": self.bench.bits_per_weight(row)}
 
     def precisions(self) -> Iterator[dict[str, Any]]:
-        """The paper's Table 2, in both phases; ways to choose, and what becomes of skipped experts' weights."""
+        """Yield the paper's Table 2, in both phases; ways to choose, and what happens to skipped experts' weights."""
         rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
         rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
         rows += [*(dymoe(r, 2, "gptq") for r in (0.75, 0.5)), nested(dymoe(0.75, 2, "e8"))]
@@ -114,7 +116,7 @@ class Measurement:
                 yield self.row("precisions", place, row, decode=decode)
 
     def budgets(self) -> Iterator[dict[str, Any]]:
-        """Quality against bytes moved, decoding one request under budgets that are the same in bytes for all."""
+        """Yield quality by bytes moved, decoding one request under budgets of equal bytes."""
         rows = [uniform(4), uniform(2), dymoe(0.75, 2), *(nested(dymoe(r, 2)) for r in (0.75, 0.5, 0.4))]
         rows += [nested(dymoe(r, 2, high_by="depth")) for r in (0.75, 0.5)]
         rows += [dymoe(0.75, 0), uniform(4, "gptq"), *(nested(dymoe(r, 2, "gptq")) for r in (0.5, 0.45, 0.4))]
@@ -125,13 +127,13 @@ class Measurement:
                 yield self.row("budgets", place, row, decode=True, share=share)
 
     def shifts(self) -> Iterator[dict[str, Any]]:
-        """DynaExq behind a shift of traffic."""
+        """Yield DynaExq after a shift of traffic."""
         shifts = Shifts(self.bench)
         for share in HIGH_SHARES:
             yield from shifts.rows(share)
 
     def sets(self) -> Iterator[dict[str, Any]]:
-        """High sets of dynaexq that know the other texts of a domain, each domain by itself."""
+        """Yield high sets of dynaexq that know other texts of a domain, each domain by itself."""
         for quantizer in ("rtn", "gptq", "e8"):
             shifts = Shifts(self.bench, f"nested {quantizer}")
             high, low = (self.bench.bits_per_weight(nested(uniform(bits, quantizer))) for bits in (4, 2))
@@ -141,7 +143,7 @@ class Measurement:
                 yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
     def papers(self) -> Iterator[dict[str, Any]]:
-        """The papers' own policies, and ours beside them, with the options of benchmarks/papers."""
+        """Yield the papers' own policies, and ours for comparison, with the options of benchmarks/papers."""
         own = {"policy": "dymoe-paper", "high": 4}
         rows = [
             Variant("dymoe-paper, 4/2", {**own, "low": 2, "policy_options": {"reuse_high": False}}),
@@ -155,7 +157,7 @@ class Measurement:
                 yield self.row("papers", place, row, decode=decode)
 
     def rescues(self) -> Iterator[dict[str, Any]]:
-        """The policy adaptive beside dynaexq and uniform 4 bits, of the same bytes."""
+        """Yield the policy adaptive, and dynaexq and uniform 4 bits of the same bytes for comparison."""
         for decode, texts in self.texts.items():
             if decode not in self._reference:
                 self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
@@ -166,8 +168,7 @@ SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts", "p
 
 
 def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:
-    """Print the tables, write them into README.md if all sections are there, and draw the picture if one is asked
-    for."""
+    """Print the tables, write them into README.md if all sections exist, and draw the picture if requested."""
     for section, table in report.tables(results).items():
         print(f"\n{section}\n\n{table}")
     if results["sections"].keys() == set(SECTIONS) and out == HERE:
@@ -177,7 +178,7 @@ def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:
 
 
 def main() -> None:
-    """Measure, report."""
+    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=3, help="texts of 512 tokens from each of three domains")
     parser.add_argument("--decoded", type=int, default=96, help="tokens of each domain that are read one by one")
@@ -212,7 +213,7 @@ def main() -> None:
         "sections": before["sections"],
     }
     if not 1 < measurement.read(EXACT)["perplexity"] < 100:
-        raise SystemExit("the model's own perplexity is not that of a trained model; nothing reported")
+        raise SystemExit("the model's own perplexity is not that of a trained model; no report was written")
     for section in arguments.only:
         begin, rows = time.perf_counter(), []
         for row in getattr(measurement, section)():

@@ -1,4 +1,4 @@
-"""Tables of what was measured."""
+"""Tables of the measurements."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ LOST = ["perplexity", "loss", "agreement", "KL, millinats"]
 
 
 def lost(row: Row) -> list[str]:
-    """The four cells that every table has: how far a row is from 16 bits."""
+    """Return the four cells of every table: how far a row is from 16 bits."""
     return [
         f"{row['perplexity']:.3f}",
         f"{row['loss']:+.2%} ± {row['loss_error']:.2%}",
@@ -25,23 +25,23 @@ def lost(row: Row) -> list[str]:
 
 
 def find(rows: list[Row], **wanted: Any) -> Row | None:
-    """The first row with these values, if there is one."""
+    """Return the first row with these values, if there is one."""
     return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), None)
 
 
 def uniform(rows: list[Row]) -> Table:
-    """Every expert at one width."""
+    """Return the table of every expert at one width."""
     return ["bits", "quantizer", *LOST], [[str(row["bits"]), row["quantizer"], *lost(row)] for row in rows]
 
 
 def readings(rows: list[Row]) -> Table:
-    """Every expert in one reading of a nested version."""
+    """Return the table of every expert in one reading of a nested version."""
     lines = [[row["reading"], row["quantizer"], f"{row['bits_per_weight']:.2f}", *lost(row)] for row in rows]
     return ["reading", "quantizer", "bits for each weight", *LOST], lines
 
 
 def precisions(rows: list[Row]) -> Table:
-    """Both phases side by side, with the bytes of what was computed."""
+    """Return the table of both phases side by side, with the bytes of the computed experts."""
 
     def cells(row: Row | None) -> list[str]:
         uniform_4 = find(rows, phase=row["phase"], experts="4") if row else None
@@ -58,7 +58,7 @@ def precisions(rows: list[Row]) -> Table:
 
 
 def budgets(rows: list[Row]) -> Table:
-    """Bytes moved under the same budget."""
+    """Return the table of bytes moved under the same budget."""
     lines = []
     for row in rows:
         four = find(rows, budget=row["budget"], experts="4", quantizer="rtn")
@@ -71,7 +71,7 @@ def budgets(rows: list[Row]) -> Table:
 
 
 def shifts(rows: list[Row]) -> Table:
-    """KL of each domain, and how far dynaexq is from the oracle."""
+    """Return the table of KL in each domain, and how far dynaexq is from the oracle."""
     lines = []
     for oracle in (row for row in rows if row["experts"] == "oracle"):
         place = {"high": oracle["high"], "domain": oracle["domain"]}
@@ -84,7 +84,7 @@ def shifts(rows: list[Row]) -> Table:
 
 
 def sets(rows: list[Row]) -> Table:
-    """KL of each domain, and their mean."""
+    """Return the table of KL in each domain, and their mean."""
     lines = []
     for row in rows:
         kl = [f"{1000 * kl:.2f}" for kl in (*row["by_domain"].values(), row["kl_nats"])]
@@ -93,7 +93,7 @@ def sets(rows: list[Row]) -> Table:
 
 
 def panels(rows: list[Row]) -> list[Panel]:
-    """KL against bytes moved, a chart for each budget and a line for each quantizer of nested 4/2."""
+    """Return charts of KL by bytes moved, one for each budget, with a line for each quantizer of nested 4/2."""
     found: dict[float, Panel] = {}
     for row in rows:
         share = row["budget"]
@@ -111,13 +111,13 @@ def panels(rows: list[Row]) -> list[Panel]:
 
 
 def papers(rows: list[Row]) -> Table:
-    """The papers' own policies."""
+    """Return the table of the papers' own policies."""
     lines = [[row["experts"], row["quantizer"], row["phase"], *lost(row)] for row in rows]
     return ["experts", "quantizer", "phase", *LOST], lines
 
 
 def rescues(rows: list[Row]) -> Table:
-    """KL and fetches, beside those of uniform 4 bits."""
+    """Return the table of KL and fetches, compared with uniform 4 bits."""
     lines = []
     for row in rows:
         place = {key: row[key] for key in ("residuals", "quantizer", "phase")}
@@ -144,7 +144,7 @@ def rescues(rows: list[Row]) -> Table:
 
 
 def tables(results: Row) -> dict[str, str]:
-    """Each section's, in Markdown."""
+    """Return each section's table, in Markdown."""
     made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts, papers, rescues)}
     return {name: markdown(*made[name](rows)) for name, rows in results["sections"].items()}
 

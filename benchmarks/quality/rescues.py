@@ -1,4 +1,7 @@
-"""What the policy ``adaptive`` wins back of dynaexq's loss, and what it fetches for it, beside uniform 4 bits."""
+"""How much of dynaexq's loss the policy ``adaptive`` avoids, and the bytes it fetches for that.
+
+Both are compared with uniform 4 bits.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +15,16 @@ from vllm_dymoe.options import Options
 SHARES = (0.5, 0.25)
 THRESHOLDS = (1.6, 2.0)
 QUANTIZERS = ("gptq", "e8")
-_WARM = 4  # texts of a domain, by which the high set is chosen; none of those that are measured
+_WARM = 4  # texts of a domain that choose the high set; none of the measured ones
 
 
 class Rescues:
-    """Prompts and decoded tokens of each domain, under budgets that hold every base slice and a share of the residual
-    ones, where the high set knows other texts of the domain."""
+    """Prompts and decoded tokens of each domain, under several budgets.
+
+    Each budget holds every base slice and a share of the residual slices.
+
+    The high set is chosen by other texts of the domain.
+    """
 
     def __init__(self, bench: Bench, reference: dict[bool, Scores]) -> None:
         self._bench, self._reference = bench, reference
@@ -29,7 +36,7 @@ class Rescues:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each policy at each share of residual slices, by quantizer, in both phases."""
+        """Yield each policy at each share of residual slices, by quantizer, in both phases."""
         kinds = {"dynaexq": ("dynaexq", {}), "uniform 4": ("exact", {"look_ahead": 0})}
         kinds |= {f"adaptive, {at:g}": ("adaptive", {"threshold": at}) for at in THRESHOLDS}
         for quantizer in QUANTIZERS:
@@ -60,7 +67,7 @@ class Rescues:
         }
 
     def _serve(self, store: str, share: float, policy: str, parameters: dict[str, Any], warm: list[list[int]]) -> None:
-        """With one window of traffic of the domain behind, and all moves that followed from it."""
+        """Serve after one window of the domain's traffic, and all moves that followed from it."""
         bench, moves = self._bench, policy != "exact"
         uses = 0.9 * sum(map(len, warm)) * bench.experts.top_k / bench.experts.num_experts
         chosen = {"window_s": 0, "window_uses": uses, **parameters} if moves else parameters

@@ -1,4 +1,7 @@
-"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link, beside the best that could be."""
+"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link.
+
+The result is compared with the best possible high set.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,21 +16,23 @@ from vllm_dymoe.planner.hotness import even_shares, swaps
 from vllm_dymoe.planner.rule import HIGH
 
 HIGH_SHARES = (0.125, 0.25, 0.5)
-TEXTS = 4  # of a window
-_FROZEN = 1e9  # uses
-# At this rate and a quarter of the link half of the experts' residual slices take about as long as two windows of
+TEXTS = 4  # texts of a window
+_FROZEN = 1e9  # uses of a window that never ends
+# At this rate and a quarter of the link, half of the experts' residual slices take about as long as two windows of
 # texts.
 _LINK_GBPS = 0.03
 
 
 class Shifts:
-    """What a high set loses on texts of a domain to which traffic has just shifted, with a store of nested versions at
-    4 and 2 bits."""
+    """The loss of a high set on texts of a domain to which traffic has just shifted.
+
+    Versions are nested, at 4 and 2 bits.
+    """
 
     def __init__(self, bench: Bench, store: str = "nested rtn") -> None:
         self._bench, self._store, self._texts = bench, store, bench.domains
         self._reference: dict[str, Scores] = {}
-        self._mass: dict[str, Any] = {}  # squared gates of a domain's texts, but for those that are measured
+        self._mass: dict[str, Any] = {}  # squared gates of a domain's texts, except the measured ones
         exact = {"high": 16, "policy": "exact", "policy_options": {"look_ahead": 0}}
         for domain, texts in self._texts.items():
             bench.serve("rtn", Options(group_size=GROUP_SIZE, expert_budget="100%", **exact))
@@ -38,8 +43,12 @@ class Shifts:
     def rows(
         self, share: float, names: Sequence[str] = ("oracle", "dynaexq", "as before"), **options: Any
     ) -> Iterator[dict[str, Any]]:
-        """For every domain: the honest oracle, which knows its other texts; dynaexq, two windows behind the shift; and
-        the set of the domains before it; or some of these names. A share of the experts is high; options are dynaexq's.
+        """Yield the loss of three high sets for every domain.
+
+        They are the honest oracle's, which knows the domain's other texts; dynaexq's, two windows after the shift; and
+        the old set.
+
+        ``names`` selects some of these. ``share`` of the experts is high; options are dynaexq's.
         """
         for domain, texts in self._texts.items():
             before = [text for other in DOMAINS if other != domain for text in self._texts[other][:TEXTS]]
@@ -57,7 +66,7 @@ class Shifts:
                 yield {"high": share, "domain": domain, "experts": name, **found}
 
     def _serve(self, share: float, options: dict[str, Any]) -> Migration:
-        """With windows of TEXTS texts, whatever they take."""
+        """Serve with windows of TEXTS texts, whatever time they take."""
         top_k = self._bench.experts.top_k
         uses = TEXTS * len(self._texts[DOMAINS[0]][0]) * top_k / self._bench.experts.num_experts
         chosen = {"window_s": 0, "window_uses": uses, **options}
@@ -71,7 +80,7 @@ class Shifts:
         return migration
 
     def _place(self, migration: Migration, score: Any) -> None:
-        """At once: an oracle waits for no link."""
+        """Make experts high at once: an oracle waits for no link."""
         migration.stop()
         self._bench.server.host_planned.fetcher.settle_all()
         held = self._bench.server.cache.table.precision == HIGH

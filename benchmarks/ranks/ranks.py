@@ -1,8 +1,8 @@
-"""How fast are large models on several cards that keep a part of their experts, and are those better than more cards?
+"""How fast are large models on several cards that hold a part of their experts, and are more cards better?
 
     python benchmarks/ranks/ranks.py
 
-Writes README.md here. By `plan`'s functions: made-up routers of all requests choose among all experts, each rank keeps
+Writes README.md here, by `plan`'s functions: synthetic routing of all requests chooses among all experts, each rank
 its own by the rule, and every layer of a step waits for the rank that lacks most.
 """
 
@@ -35,11 +35,11 @@ SETUPS = [
 ]
 PARTS, REQUESTS, OPTIONS = (0.1, 0.25, 0.5, 0.75, 1.0), (1, 4, 16, 64), {"policy": "exact", "high": 4}
 OPTIONS |= {"policy_options": {"look_ahead": 0}}
-SPARE = 1 << 28  # bytes beside slots, for the workspace
+SPARE = 1 << 28  # bytes in addition to slots, for the workspace
 
 
 def step(model, card, ranks, requests, part):
-    """Seconds of a step, a part of each rank's experts resident."""
+    """Return the seconds of a step, with a part of each rank's experts resident."""
     shape, own = ranks.shape(model), ranks.shape(model).packed((4,)).nbytes(4)
     identity = ModelIdentity("m", "", shape.moe_layers, model.experts, model.top_k, model.hidden)
     spread = made_up(identity, requests).spread(ranks.experts_over)
@@ -48,7 +48,7 @@ def step(model, card, ranks, requests, part):
 
 
 def table(name, config, gpu, ranks):
-    """Tokens per second of each card; bold where that is more than of as many more cards that have all experts."""
+    """Return tokens per second of each card; bold if more than with as many more cards that hold all experts."""
     model, card, lines = shape_of(config, name), find_device(gpu, None), []
     for requests in REQUESTS:
         cells = []

@@ -1,10 +1,10 @@
-// Products of tiles (AMX), for tokens that share what is unpacked. A unit's sums are exact integers, and floats are added
-// in the order of `strip`: a token has the same bits on either way.
+// Products of tiles (AMX), for tokens that share unpacked codes. A unit's sums are exact integers, and floats are added
+// in the order of `strip`, so a token has the same bits either way.
 constexpr int TILE = 16;    // tokens, and rows of a matrix, of one product
-constexpr i64 FEWEST = 8;   // tokens that gain: a product takes as long for one as for TILE
+constexpr i64 FEWEST = 8;   // fewest tokens that gain: a product takes as long for one as for TILE
 
 // Tiles 0 to 3 are sums [TILE, TILE] of int32, 4 and 5 digits [TILE, UNIT], 6 and 7 codes [UNIT / STEP, TILE, STEP].
-#ifdef EMULATED_TILES       // the tests' twin, for processors without them
+#ifdef EMULATED_TILES       // the tests' twin, for processors without tiles
 static thread_local uint8_t tile[8][TILE][64];
 INLINE void configure_tiles() { memset(tile, 0xa5, sizeof(tile)); }
 INLINE void release_tiles() {}
@@ -39,15 +39,16 @@ template <int to, int digits, int codes> INLINE void multiply_tiles() {  // sign
 }
 #endif
 
-// As `strip`, for up to BATCH tokens and all rows of a block.
+// Like `strip`, for up to BATCH tokens and all rows of a block.
 template <Kind kind, int DIGITS, int WIDTH>
 static void tiled(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, float* out) {
     static_assert(PER_Q == 1 && W == TILE && BLOCK == QS * TILE && !in_planes(kind), "a register is a row of a tile");
     constexpr int PAIRS_OF_ROWS = QS / 2;
     alignas(64) float total[BATCH * BLOCK] = {};
     alignas(64) uint8_t numbers[CHUNK / WIDTH][QS][UNIT / STEP][64];
-    alignas(64) int8_t digits[CHUNK / WIDTH][2][BATCH][UNIT] = {};  // zeros behind WIDTH
-    // Low and high digits with one register of codes, then with the next: what was multiplied is added up while the next is.
+    alignas(64) int8_t digits[CHUNK / WIDTH][2][BATCH][UNIT] = {};  // zeros after WIDTH
+    // Low and high digits with one register of codes, then with the next: finished products are added up while the next
+    // ones run.
     alignas(64) int products[2][4][TILE][TILE];
     F sums[BATCH][QS];
     memset(numbers, 0, sizeof(numbers));

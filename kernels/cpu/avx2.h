@@ -1,9 +1,9 @@
-// AVX2: two columns of a row side by side, 32 products in one instruction, whose sums of 16 bits are widened in time.
+// AVX2: two columns of a row side by side, 32 products in one instruction, whose 16-bit sums are widened in time.
 VECTORS_OF(8)
 #define APART(v) asm("" : "+x"(v))
 typedef __m256i Q;
 constexpr int QS = 4, STEP = 2, COPIES = 2, PER_Q = 2, MOST_TOKENS = 2, ROWS_OF_MOST = 2, TILE_VECTORS = 2;
-constexpr int LARGEST_CODE = 24;  // or 16 bits are too few for a SPAN of products
+constexpr int LARGEST_CODE = 24;  // for larger codes 16 bits are too few for a SPAN of products
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 
@@ -24,7 +24,7 @@ INLINE void store_rows(float* out, int v, F of_rows) {
     memcpy(out + row_of(v) + 16, (const char*)&of_rows + 16, 16);
 }
 
-struct Packed { __m256i a, b; };  // of a column each
+struct Packed { __m256i a, b; };  // one column each
 INLINE Packed packed(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
 INLINE Packed shifted(Packed p, int bits) {
     const __m128i count = _mm_cvtsi32_si128(bits);
@@ -57,7 +57,7 @@ template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
     split<3, false, R>(shifted(p, 2 * second), first, out);
     const __m256i two = _mm256_set1_epi8(2);
     const __m256i turned = _mm256_set1_epi64x(0x0504070601000302 | 0LL), lanes = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
-    for (int i = 0; i < R; i += 2) {  // four words of a lane, and those 32 rows behind them
+    for (int i = 0; i < R; i += 2) {  // four words of a lane, and those 32 rows later
         __m256i parity = _mm256_xor_si256(out[i], out[i + 1]);
         parity = _mm256_xor_si256(parity, _mm256_shuffle_epi32(parity, 0xB1));
         parity = _mm256_slli_epi16(_mm256_xor_si256(parity, _mm256_shuffle_epi8(parity, _mm256_add_epi8(turned, lanes))), 1);
@@ -68,7 +68,7 @@ template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
 template <int R> INLINE void whole_bytes(Packed, Packed, int, Q*) {}
 
 // wide[t] = sums over WIDTH columns of the codes in R registers times (256 * high + low) of token t. No sum of SPAN
-// products of 0..15 (or 8 of 0..24) and -128..127 leaves 16 bits.
+// products of 0..15 (or 8 of 0..24) and -128..127 exceeds 16 bits.
 template <int WIDTH, int SPAN, int N, int R, int DIGITS, class Fetch, class Row>
 INLINE void exact_sums(Fetch fetch, const Row* x, int64_t column, I (*wide)[2 * R]) {
     unroll<2 * N * R>([&](auto i) LAMBDA { wide[i / (2 * R)][i % (2 * R)] = I{}; });
@@ -87,7 +87,7 @@ INLINE void exact_sums(Fetch fetch, const Row* x, int64_t column, I (*wide)[2 * 
                     const __m256i factor = _mm256_set1_epi32(pair);
                     unroll<R>([&](auto r) LAMBDA {
                         sums[t * R + r] = _mm256_add_epi16(sums[t * R + r], _mm256_maddubs_epi16(q[r], factor));
-                        APART(sums[t * R + r]);  // or GCC makes trees of these sums, and spills what it then holds
+                        APART(sums[t * R + r]);  // otherwise GCC makes trees of these sums, and spills registers
                     });
                 };
                 add(x[t].low, low);

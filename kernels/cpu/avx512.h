@@ -11,7 +11,7 @@ INLINE I bytes_of(const uint8_t* p, int v) { return (I)_mm512_cvtepu8_epi32(_mm_
 INLINE I ints_of(const int* p, int v) { return *(const UnalignedInts*)(p + row_of(v)); }
 INLINE void store_rows(float* out, int v, F of_rows) { *(Unaligned*)(out + row_of(v)) = of_rows; }
 
-struct Packed { __m512i a, b; };  // of two columns each
+struct Packed { __m512i a, b; };  // two columns each
 INLINE Packed packed(const uint8_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)}; }
 INLINE Packed shifted(Packed p, int bits) {
     const __m128i count = _mm_cvtsi32_si128(bits);
@@ -25,7 +25,7 @@ INLINE Packed merged(Packed high, Packed low, int second) {
     };
     return {both(high.a, low.a), both(high.b, low.b)};
 }
-INLINE __m512i side_by_side(Packed p, int i) {  // rows 16 * i and so on, and in the upper halves of bytes 32 more
+INLINE __m512i side_by_side(Packed p, int i) {  // rows from 16 * i on, and in the upper halves of bytes 32 more
     alignas(64) static const uint8_t FIRST[64] = {
         0, 32, 64, 96,  1, 33, 65, 97,  2, 34, 66, 98,  3, 35, 67, 99,  4, 36, 68, 100, 5, 37, 69, 101,
         6, 38, 70, 102, 7, 39, 71, 103, 8, 40, 72, 104, 9, 41, 73, 105, 10, 42, 74, 106, 11, 43, 75, 107,
@@ -47,7 +47,7 @@ template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q*
 // the second half of columns that share bytes.
 template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
     split<3, false, R>(shifted(p, 2 * second), first, out);
-    for (int i = 0; i < R; i += 2) {  // four dwords of a lane, and those 32 rows behind them
+    for (int i = 0; i < R; i += 2) {  // four dwords of a lane, and those 32 rows later
         __m512i parity = _mm512_xor_si512(out[i], out[i + 1]);
         parity = _mm512_xor_si512(parity, _mm512_shuffle_epi32(parity, _MM_PERM_BADC));
         parity = _mm512_slli_epi16(_mm512_xor_si512(parity, _mm512_shuffle_epi32(parity, _MM_PERM_CDAB)), 1);
@@ -73,7 +73,8 @@ INLINE void exact_sums(Fetch fetch, const Row* x, int64_t column, I (*wide)[R]) 
         Q q[R];
         fetch(c, q);
         unroll<N>([&](auto t) LAMBDA {
-            auto add = [&](const int8_t* digits, __m512i* sums) LAMBDA {  // written out: GCC copies the builtin's sum around
+            // Written out, because GCC copies the builtin's sum around.
+            auto add = [&](const int8_t* digits, __m512i* sums) LAMBDA {
                 int four;
                 memcpy(&four, digits + c, 4);
                 const __m512i factor = _mm512_set1_epi32(four);

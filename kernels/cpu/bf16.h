@@ -1,5 +1,6 @@
-// Products of pairs of bfloat16 (AVX512_BF16), for what has no small integers: 16 bits and FP8, whose numbers are exact in
-// bfloat16. With FP8 an activation is the sum of two of them; with 16 bits it is rounded to one, as between vLLM's layers.
+// Products of pairs of bfloat16 (AVX512_BF16), for encodings without small integers: 16 bits and FP8, whose numbers are
+// exact in bfloat16. With FP8 an activation is the sum of two bfloat16; with 16 bits it is rounded to one, as between
+// vLLM's layers.
 INLINE void add_pairs(F& sum, __m512i a, __m512i b) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 
 // Sums of the lanes of four vectors, pairwise: in a quarter of the instructions, and always in the same order.
@@ -17,7 +18,7 @@ template <int R, int N> INLINE void dot_pairs(const uint16_t* w, i64 columns, co
         __m512i weights[R];
         unroll<R>([&](auto r) LAMBDA {
             weights[r] = _mm512_maskz_loadu_epi16(there, w + r * columns + c);
-            if (N == 1) __builtin_prefetch(w + (r + R) * columns + c);  // of the rows that follow
+            if (N == 1) __builtin_prefetch(w + (r + R) * columns + c);  // for the following rows
         });
         unroll<N>([&](auto t) LAMBDA {
             const __m512i values = _mm512_loadu_si512(x[t].pair + c);

@@ -1,18 +1,18 @@
-// One layer's step for one instruction set; experts.cpp includes this file once for each, in a namespace of its own.
+// One layer's step for one instruction set; experts.cpp includes this file once for each, in its own namespace.
 //
-// Activations are integers of 16 bits with a power of two for each UNIT of them, in two digits of 8 bits, so that sums of
-// codes times activations are exact. Floats are added unit by unit and group by group, for each row and token by itself:
-// bits depend neither on other rows and tokens nor on threads, and the loops differ only in what they hold in registers.
-// FP8 and 16 bits, whose codes are no small integers, are multiplied as float32 in the same order.
+// Activations are integers of 16 bits with a power of two for each UNIT of them, in two digits of 8 bits, so that sums
+// of codes times activations are exact. Floats are added unit by unit and group by group, for each row and token
+// separately: bits depend neither on other rows and tokens nor on threads, and the loops differ only in what they hold
+// in registers. FP8 and 16 bits, whose codes are no small integers, are multiplied as float32 in the same order.
 
 constexpr int BLOCK = 64;             // rows that are interleaved
-constexpr int VECTORS = BLOCK / W;    // of floats in one column of a block
+constexpr int VECTORS = BLOCK / W;    // float vectors in one column of a block
 constexpr int UNIT = 32;              // activations that share a power of two
-constexpr int CHUNK = 64;             // columns that are unpacked at a time, where many tokens share them
-constexpr int BATCH = 32;             // tokens that share what is unpacked
-// Bytes that are prefetched ahead. Without them AVX2 loses a fifth (EPYC 9004).
+constexpr int CHUNK = 64;             // columns that are unpacked at a time, if many tokens share them
+constexpr int BATCH = 32;             // most tokens that share unpacked codes
+// Distance of prefetching, in bytes. Without it AVX2 loses a fifth (EPYC 9004).
 constexpr i64 AHEAD = 768;
-constexpr int SCALES_AHEAD = 2;       // groups whose scales are
+constexpr int SCALES_AHEAD = 2;       // groups whose scales are prefetched
 
 INLINE F load(const float* p) { return *(const Unaligned*)p; }
 INLINE void store(float* p, F v) { *(Unaligned*)p = v; }
@@ -37,7 +37,7 @@ INLINE F e4m3(I code) {
     return as_float((I)choose(low < all_bits(8), small, normal) | sign);
 }
 
-INLINE F exponential(F x) {  // Cephes' expf: 1 ulp or so
+INLINE F exponential(F x) {  // Cephes' expf, accurate to about 1 ulp
     x = choose(x < all(-87.0f), all(-87.0f), choose(x > all(88.0f), all(88.0f), x));
     F shifted = x * all(1.44269504088896341f) + all(0x1.8p23f), n = shifted - all(0x1.8p23f);
     F r = x - n * all(0.693359375f) + n * all(2.12194440e-4f), p = all(1.9875691500e-4f);
@@ -49,7 +49,7 @@ INLINE F exponential(F x) {  // Cephes' expf: 1 ulp or so
 INLINE F least(F a, F b) { return choose(b < a, b, a); }   // NaN in a stays
 INLINE F most(F a, F b) { return choose(b > a, b, a); }
 
-INLINE float sum_of_lanes(F v) {  // of a copy, or the compiler keeps sums in memory for their lanes
+INLINE float sum_of_lanes(F v) {  // from a copy, or the compiler keeps sums in memory for their lanes
     float lanes[W];
     memcpy(lanes, &v, sizeof(lanes));
     for (int half = W / 2; half > 0; half /= 2)
@@ -101,9 +101,10 @@ INLINE void narrow(const float* from, uint16_t* to, i64 count, i64 dtype) {
 
 struct Row {               // one token's activations, padded with zeros
     float* x;
-    int8_t *low, *high;    // digits: x = scale * (256 * high + low); STEP of them COPIES times, as the products want them
-    float *scale, *sum;    // of each UNIT; scaled sums of each 16, then of each 32, then of each 64
-    uint16_t *pair, *rest; // bfloat16, and what that leaves, where products are of pairs of these
+    // Digits: x = scale * (256 * high + low); STEP of them COPIES times, in the order of the products.
+    int8_t *low, *high;
+    float *scale, *sum;    // per UNIT; scaled sums of each 16, then of each 32, then of each 64
+    uint16_t *pair, *rest; // bfloat16, and the remainder, if products are of pairs of these
     i64 width;
     INLINE Row() {}
     INLINE Row(float* memory, i64 width)
@@ -132,7 +133,7 @@ struct Row {               // one token's activations, padded with zeros
             memcpy(&largest, &largest_bits, 4);
             if (digits == 2) {
                 int power = largest_bits ? std::max((largest_bits >> 23) - 126, -100) : 0;
-                if (largest * power_of_two(15 - power) > 32639.0f) power++;  // whose high digit would not fit
+                if (largest * power_of_two(15 - power) > 32639.0f) power++;  // its high digit would not fit
                 inverse = power_of_two(15 - power), factor = power_of_two(power - 15);
             } else {
                 factor = largest / 127, inverse = largest > 1e-30f ? 127 / largest : 0;
@@ -175,10 +176,10 @@ struct Codes {             // where the codes of a block begin
     const uint8_t* low;    // lower halves, or the plane of the low four bits
 };
 enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT, POINTS, TWO_POINTS };
-// High and low halves are multiplied apart: bits of the low ones, or 0.
+// Number of low bits that are multiplied separately from the high ones, or 0.
 constexpr int in_planes(Kind kind) { return kind == EIGHT && LARGEST_CODE < 255 ? 4 : kind == TWO_POINTS && LARGEST_CODE < 70 ? 2 : 0; }
 
-// STEP columns of a block, as bytes in registers Q from `first` on, R of them.
+// STEP columns of a block, as bytes in R registers Q from `first` on.
 template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
     if constexpr (kind == FOUR || (kind == EIGHT && in_planes(kind))) {
         split<15, false, R>(packed(at.high + 32 * column), first, out);
@@ -249,7 +250,7 @@ static __attribute__((noinline)) void scales_of(const Matrix& m, const uint8_t* 
     }
 }
 
-// A group's scales lie far from those of the next one, so that no processor finds them by itself.
+// A group's scales are far from those of the next one, so hardware prefetchers do not find them.
 INLINE void prefetch_scales(const Matrix& m, const uint8_t* section, i64 block, i64 group) {
     if (group >= m.padded_columns / m.group) return;
     const uint8_t* at = section + m.scales;
@@ -276,7 +277,7 @@ template <int N, int V> INLINE void end_group(const Scales& scales, const float*
 }
 
 template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
-    if (W == 16) return;  // AVX-512 is a tenth faster without
+    if (W == 16) return;  // without this, AVX-512 is a tenth faster
     constexpr bool two = kind == TWO || kind == TWO_AND_TWO || kind == POINTS || kind == TWO_POINTS;
     constexpr int bytes_of_column = two ? 16 : 32;
     const i64 from = bytes_of_column * column + AHEAD;
@@ -286,8 +287,8 @@ template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
     }
 }
 
-// N tokens, R registers of rows at a time; codes are unpacked where they are multiplied. Codes of 8 bits in planes are 16
-// times the high plane plus the low one, put together as exact sums of a unit.
+// N tokens, R registers of rows at a time; codes are unpacked where they are multiplied. 8-bit codes in planes are 16
+// times the high plane plus the low one, combined as exact sums of a unit.
 template <Kind kind, int N, int R, int DIGITS, int WIDTH>
 static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* out) {
     constexpr int V = PER_Q * R;
@@ -332,7 +333,7 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
 #include "amx.h"
 #endif
 
-constexpr int ROWS_OF_ONE = std::min(QS, MOST_TOKENS * ROWS_OF_MOST);  // no more sums than those of most tokens
+constexpr int ROWS_OF_ONE = std::min(QS, MOST_TOKENS * ROWS_OF_MOST);  // no more sums than with the most tokens
 template <Kind kind, int DIGITS, int WIDTH>
 static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
 #ifdef TILES
@@ -404,7 +405,7 @@ static void floats(const Matrix& m, const uint8_t* section, Codes at, i64 block,
     for (i64 t = 0; t < n; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
 }
 
-// 16 bits: rows [rows, columns] as they are; a sum is W partial sums over the columns, added in order.
+// 16 bits: rows [rows, columns] as stored; a sum is W partial sums over the columns, added in order.
 template <int R, int N> INLINE void dot(const uint16_t* w, i64 columns, i64 dtype, const Row* x, float* out) {
     F sum[R][N];
     for (int r = 0; r < R; r++) for (int t = 0; t < N; t++) sum[r][t] = F{};
@@ -413,7 +414,7 @@ template <int R, int N> INLINE void dot(const uint16_t* w, i64 columns, i64 dtyp
         F weights[R];
         for (int r = 0; r < R; r++) {
             weights[r] = halves(w + r * columns + c, dtype);
-            if (N == 1) __builtin_prefetch(w + (r + R) * columns + c);  // of the rows that follow
+            if (N == 1) __builtin_prefetch(w + (r + R) * columns + c);  // for the following rows
         }
         for (int t = 0; t < N; t++) {
             F values = load(x[t].x + c);
@@ -451,7 +452,7 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
 #include "bf16.h"
 #endif
 
-// out [n, 64] = x [n, columns] times rows 64 * block and so on of a matrix, plus the bias; n is at most BATCH.
+// out [n, 64] = x [n, columns] times rows from 64 * block on of a matrix, plus the bias; n is at most BATCH.
 static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
     const i64 dtype = k.dtype;
     const uint8_t *section = (const uint8_t*)item.sections[which], *residual = (const uint8_t*)item.residual[which];
@@ -488,13 +489,13 @@ static void product(const Matrix& m, const Item& item, int which, i64 block, con
 
 // ---- a layer -----------------------------------------------------------------------------------------------------------
 
-// Columns of a row, from x, as the layer's products want them.
+// Convert columns of a row of x into the form of the layer's products.
 INLINE void prepare(const Layer& k, const Row& row, i64 column) {
     if (k.digits) row.integers(column, k.digits);
     if (k.floats) row.pairs(column);
 }
 
-// The rows that a matrix reads: where they are, or gathered into `memory` in the order of its columns.
+// The rows that a matrix reads: in place, or gathered into `memory` in the order of its columns.
 INLINE void in_order(const Matrix& m, const uint8_t* section, Row* rows, i64 n, float* memory, const Layer& k) {
     if (m.order < 0) return;
     const uint16_t* order = (const uint16_t*)(section + m.order);
@@ -531,7 +532,7 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
             product(matrices[which], item, which, block, rows, n, k, which ? u : g);
         }
         const i64 begin = BLOCK * block, rest = k.inter - begin < BLOCK ? k.inter - begin : BLOCK;
-        const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears what pads the row
+        const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears the row's padding
         for (i64 t = 0; t < n; t++) {
             Row to(k.activations + (item.first + from + t) * size, k.width);
             for (i64 r = 0; r < BLOCK; r += W) {
@@ -560,7 +561,7 @@ static void down(const Layer& k, const Item& item, i64 block, float* memory) {
     }
 }
 
-// What each thread of a team runs: pieces of one phase, until there are no more.
+// Each thread of a team runs pieces of one phase, until there are no more.
 static void work(void* layer) {
     Layer& k = *(Layer*)layer;
     auto next = [&] { return __atomic_fetch_add(&k.next, 1, __ATOMIC_RELAXED); };
@@ -586,13 +587,13 @@ static void weighted_sum(void* argument) {
     for (i64 t; (t = __atomic_fetch_add(&s.next, 1, __ATOMIC_RELAXED)) < s.tokens;) {
         for (i64 c = 0; c < s.hidden; c++) total[c] = 0;
         for (i64 j = 0; j < s.top_k; j++) {
-            if (s.present != nullptr && !s.present[t * s.top_k + j]) continue;  // its row holds anything
+            if (s.present != nullptr && !s.present[t * s.top_k + j]) continue;  // its row is undefined
             const uint16_t* row = s.rows + (t * s.top_k + j) * s.hidden;
             const F weight = all(s.weights[t * s.top_k + j]);
             i64 c = 0;
             for (; c + W <= s.hidden; c += W) {
                 F product = halves(row + c, s.dtype) * weight;
-                APART(product);  // or the compiler adds it without rounding it first
+                APART(product);  // otherwise the compiler adds it without rounding it first
                 store(&total[c], load(&total[c]) + product);
             }
             for (; c < s.hidden; c++) {

@@ -1,19 +1,19 @@
-// Misses of a step that the device plans, computed by the host from its own memory, with no driver between the two.
+// Misses of a device-planned step, computed by the CPU from host memory, without driver calls in between.
 //
-// A ring of entries lies in memory that both sides map. The device fills the entry of the next number and then writes that
-// number to `posted`; the host's poller computes the entry's rows and then moves `answered` on; the device waits for it
-// before it reads them. `answered` is twice a number, and one more where a watchdog gave the entry up: it changes by
-// compare-and-exchange alone, so an answer that comes too late counts for nothing. vllm_dymoe/kernels/CPU queue.py has the
-// twins of these structures, and says what lies in an entry.
+// A ring of entries is in memory that both sides map. The device fills the entry of the next number and then writes
+// that number to `posted`; the host's poller computes the entry's rows and then advances `answered`; the device waits
+// for it before it reads them. `answered` is twice a number, plus one if a watchdog gave the entry up: it changes only
+// by compare-and-exchange, so an answer that comes too late has no effect. kernels/cpu_queue.py has the twins of these
+// structures, and describes an entry.
 #include <time.h>
 
 struct alignas(128) Word { i64 value; };
 
 struct QueueControl {
     Word posted, answered, stop;                // written by the device; by poller and watchdog; by the host
-    i64 depth, entry_bytes, items, ids, x, out; // entries, bytes of each, and where in it what lies
+    i64 depth, entry_bytes, items, ids, x, out; // number of entries, bytes of each, and offsets in it
     i64 top_k, hidden;
-    i64 busy_ns, rows;                          // what the poller has done so far
+    i64 busy_ns, rows;                          // work that the poller has done so far
 };
 
 struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns; };
@@ -41,7 +41,7 @@ static void rest(i64 times) {
     nanosleep(&nap, nullptr);
 }
 
-// Answer entries until `stop`: of `forms`, `kinds` of them, each says which matrices the experts of a tag have. Rows of
+// Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. Rows of an entry
 // an entry are at most `tokens` of the layer's scratch, and its positions at most `positions`. With `spin_ns`, threads of
 // its own spin for so long after each answer, and take the place of `parallel`.
 API void dymoe_answer(
@@ -79,7 +79,7 @@ API void dymoe_answer(
             good = item.form >= 0;
             items.push_back(item);
         }
-        if (!good) {  // not to be answered: the watchdog gives it up
+        if (!good) {  // not answered, so the watchdog gives it up
             rest(idle = 1 << 12);
             continue;
         }
@@ -95,19 +95,31 @@ API void dymoe_answer(
     }
 }
 
-// Give up what is posted and was not answered; the number of that entry, or 0 if it was answered just now.
+// Give up the posted entry that was not answered; return its number, or 0 if it was answered just now.
 API i64 dymoe_give_up(QueueControl* control) {
     i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE), number = answered / 2 + 1;
     if (__atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number) return 0;
     return __atomic_compare_exchange_n(&control->answered.value, &answered, 2 * number + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED) ? number : 0;
 }
 
-// Wait, as the device does, until an entry is answered or given up; 1 in the latter case.
+// Wait, as the device does, until an entry is answered or given up; return 1 in the latter case.
 API int dymoe_await(QueueControl* control, i64 number) {
     i64 answered;
     for (i64 times = 0; (answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE)) < 2 * number;) rest(times++);
     return answered == 2 * number + 1;
 }
 
-// A number becomes visible behind everything that was written before: what a device does by a store for the whole policy.
+// Make a number visible after everything written before, as a device does by a system-wide release store.
 API void dymoe_post(QueueControl* control, i64 number) { __atomic_store_n(&control->posted.value, number, __ATOMIC_RELEASE); }
+
+// Wait until an entry is posted; 0 if the queue is stopped before.
+API int dymoe_await_posted(QueueControl* control, i64 number) {
+    for (i64 times = 0; __atomic_load_n(&control->posted.value, __ATOMIC_ACQUIRE) < number;) {
+        if (__atomic_load_n(&control->stop.value, __ATOMIC_ACQUIRE)) return 0;
+        rest(times++);
+    }
+    return 1;
+}
+
+// Answer an entry whose contents are complete.
+API void dymoe_answered(QueueControl* control, i64 number) { __atomic_store_n(&control->answered.value, 2 * number, __ATOMIC_RELEASE); }

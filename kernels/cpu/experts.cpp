@@ -1,9 +1,9 @@
 // The experts of a layer on a CPU, from their packed bytes (docs/format.md): a plain C interface over addresses.
 //
-// One source for every instruction set: body.h is written with vectors of W floats and compiled for each below; which
-// one runs is the caller's choice among what `dymoe_supports` allows. No library is linked: threads are the caller's
-// (GOMP_parallel of the OpenMP that torch has loaded), so that they are the same ones that torch computes with.
-// ONLY_PORTABLE compiles the last one alone, in less time: `make sanitize`.
+// One source for every instruction set: body.h uses vectors of W floats and is compiled for each set below; the caller
+// chooses one that `dymoe_supports` allows. No library is linked: threads are the caller's (GOMP_parallel of the OpenMP
+// that torch has loaded), so they are the same that torch computes with. ONLY_PORTABLE compiles only the last one, in
+// less time: `make sanitize`.
 #include "layer.h"
 
 #include <algorithm>
@@ -70,13 +70,13 @@ static INLINE uint16_t to_float16(uint32_t bits) {
     return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13);
 }
 
-// 2 * level + 12 of e2m1's codes (OCP Microscaling Formats 1.0, 5.3.3): what is multiplied has no sign.
+// 2 * level + 12 of e2m1's codes (OCP Microscaling Formats 1.0, 5.3.3): products take unsigned codes.
 static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Each instruction set has vectors of W floats (F) and integers (I), and what multiplies codes with activations: registers
-// Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into them, and
-// `exact_sums` of codes times digits, whose vectors have the rows that `row_of` says. Loops over registers are unrolled by
-// `unroll`, before the compiler decides what lies in memory.
+// Each instruction set has vectors of W floats (F) and integers (I), and operations that multiply codes by activations:
+// registers Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into
+// them, and `exact_sums` of codes times digits, whose vectors have the rows of `row_of`. Loops over registers are
+// unrolled by `unroll`, before the compiler decides what is in memory.
 #define LAMBDA __attribute__((always_inline))
 #define VECTORS_OF(width)                                                                                   \
     constexpr int W = width;                                                                                \
@@ -163,7 +163,7 @@ using Parallel = void (*)(Body, void*, unsigned, unsigned);
 #ifdef EMULATED_TILES
 static bool tiles_allowed() { return true; }
 #elif defined(AMX_KNOWN)
-static bool tiles_allowed() {  // Linux gives them to a process that asks
+static bool tiles_allowed() {  // Linux gives them to a process on request
     constexpr unsigned AMX_TILE_AND_INT8 = 3u << 24;
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;
     unsigned a, b, c, d = 0;
@@ -206,8 +206,8 @@ static void run(Body body, void* argument, i64 threads, Parallel parallel) {
 
 #include "mapped.h"
 
-// Runs the phases from layer->phase to layer->last: READ fills layer->inputs, GATE_UP layer->activations, DOWN layer->out;
-// each waits for all threads. Returns 1, and has done nothing, if READ finds a row that there is not.
+// Runs the phases from layer->phase to layer->last: READ fills layer->inputs, GATE_UP layer->activations, DOWN
+// layer->out; each waits for all threads. Returns 1, without doing anything, if READ finds a row that does not exist.
 API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
     keep_guard();
     if (layer->phase == READ)
@@ -223,7 +223,7 @@ API int dymoe_experts(Layer* layer, int isa, Parallel parallel) {
     return 0;
 }
 
-// Floats of a row of layer->inputs and layer->activations.
+// Floats in a row of layer->inputs and layer->activations.
 API i64 dymoe_row_floats(i64 width) { return portable::Row::floats(width); }
 
 API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {

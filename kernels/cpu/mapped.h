@@ -1,5 +1,5 @@
-// Files that are mapped, so that experts are computed out of the page cache. A page that its disk does not give, or that was
-// cut off, would end the process with SIGBUS: it reads as zeros in place of that, and is counted.
+// Guards mapped files, from which experts are computed in the page cache. A page that its disk cannot deliver, or that
+// was truncated, would kill the process with SIGBUS; instead it reads as zeros, and is counted.
 
 #include <csignal>
 #include <sys/mman.h>
@@ -10,13 +10,13 @@ static const uintptr_t PAGE = uintptr_t(sysconf(_SC_PAGESIZE));  // 4096, or 163
 static constexpr int MOST_MAPPINGS = 1024;
 
 static struct { uintptr_t begin, end; } mappings[MOST_MAPPINGS];
-static int guarded;              // mappings that are in use
-static struct sigaction others;  // who had the signal before us
-static int passing;              // thread that hands a signal on, or 0
+static int guarded;              // number of mappings in use
+static struct sigaction others;  // earlier handler of the signal
+static int passing;              // thread that passes a signal on, or 0
 static i64 lost_pages;
 
-// Hands a signal on that is not ours, and stays in place. A handler that was set behind us may hand it back, as
-// faulthandler does, to whoever it found: then what the system does by itself is left.
+// Passes on a signal that is not ours, and stays installed. A handler installed after us may pass it back, as
+// faulthandler does, to its predecessor: then the system's default action remains.
 static void pass_on(int signal, siginfo_t* info, void* context) {
     const int self = int(syscall(SYS_gettid));
     const bool sent = info->si_code <= 0, again = __atomic_load_n(&passing, __ATOMIC_RELAXED) == self;
@@ -33,12 +33,12 @@ static void pass_on(int signal, siginfo_t* info, void* context) {
     struct sigaction end = {};
     end.sa_handler = SIG_DFL;
     sigaction(SIGBUS, &end, nullptr);
-    if (sent) raise(SIGBUS);  // a fault comes again by itself
+    if (sent) raise(SIGBUS);  // a fault repeats by itself
 }
 
 static void on_lost_page(int signal, siginfo_t* info, void* context) {
     const uintptr_t at = uintptr_t(info->si_addr) & ~(PAGE - 1);
-    if (info->si_code > 0)  // a fault; one that was sent has no address
+    if (info->si_code > 0)  // a fault; a signal that was sent has no address
         for (const auto& one : mappings)
             if (at >= one.begin && at < one.end &&
                 mmap(reinterpret_cast<void*>(at), PAGE, PROT_READ, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) != MAP_FAILED) {
@@ -48,7 +48,7 @@ static void on_lost_page(int signal, siginfo_t* info, void* context) {
     pass_on(signal, info, context);
 }
 
-// Called before mapped files are read: whoever has taken the signal meanwhile comes behind us.
+// Called before mapped files are read: reinstalls our handler before any that was installed meanwhile.
 static void keep_guard() {
     if (__atomic_load_n(&guarded, __ATOMIC_RELAXED) == 0) return;
     struct sigaction now;
@@ -61,8 +61,7 @@ static void keep_guard() {
     sigaction(SIGBUS, &ours, nullptr);
 }
 
-// Guards a mapping until its number, which is returned, is given back as `number`; -1 if there are too many. Guards number
-// without a mapping: gives it back.
+// Guards a mapping; returns its number, or -1 if there are too many. Without a mapping, removes the guard of `number`.
 API int dymoe_guard(uintptr_t begin, i64 nbytes, int number) {
     if (nbytes == 0) {
         mappings[number].begin = 0;
@@ -71,7 +70,7 @@ API int dymoe_guard(uintptr_t begin, i64 nbytes, int number) {
         return number;
     }
     for (number = 0; number < MOST_MAPPINGS; number++) {
-        uintptr_t free = 0;  // until the end is written nothing lies before it
+        uintptr_t free = 0;  // until the end is written, the guard matches no address
         if (__atomic_compare_exchange_n(&mappings[number].end, &free, uintptr_t(1), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
             mappings[number].begin = begin;
             __atomic_store_n(&mappings[number].end, begin + uintptr_t(nbytes), __ATOMIC_RELEASE);

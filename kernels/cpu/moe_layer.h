@@ -1,24 +1,24 @@
-// One MoE layer of one step in one call: group the router's choices by expert, plan, compute experts where their bytes are
-// (slots, pinned memory or mapped files), and add them up. experts.cpp includes this file last; kernels/native.py has
-// the twin of MoeLayer.
+// One MoE layer of one step in one call: groups the router's choices by expert, plans, computes experts where their
+// bytes are (slots, pinned memory or mapped files), and adds them up. experts.cpp includes this file last;
+// kernels/native.py has the twin of MoeLayer.
 //
-// Nothing is changed before it is known that the call can do its part: the caller may read from disk, or check bytes that
-// were never checked, and call again.
+// Nothing is changed before it is known that the call can finish its part: the caller may read from disk, or verify
+// bytes, and call again.
 #pragma once
 #include <ctime>
 #include "planner.h"
 
 enum Outcome : int {
     DONE = 0,
-    FETCH = 1,       // planned; some experts have to be brought into slots first, and nothing is computed or counted
-    VERIFY = 2,      // nothing is planned: bytes of some missing experts in files were never checked
+    FETCH = 1,       // planned; some experts have to be fetched into slots first, and nothing is computed or counted
+    VERIFY = 2,      // nothing is planned: bytes of some misses in files were never verified
     LOST = 3,        // done, but a page of a mapped file could not be read
     BAD_EXPERT = 4,  // nothing is planned: `bad_expert` is no expert of the model
     BAD_ROOM = 5,    // nothing is planned: scratch is too small
 };
 
 struct MoeLayer {
-    // What the router said about the layer.
+    // The layer's routing.
     i64 layer, tokens, top_k;
     i64 wide_ids;                          // ids are int64, else int32
     const void* ids;                       // [tokens, top_k]; negative where another rank has the expert
@@ -27,16 +27,16 @@ struct MoeLayer {
     uint16_t* into;                        // [tokens, hidden]
     const int8_t* marks;                   // [tokens]: 1 for tokens of prompts, 2 for heavy hitters; or null
     uint8_t* actions;                      // [tokens, top_k], written if not null
-    const int8_t* versions;                // [experts], the version of each where the policy has chosen, ABSENT to skip; or null
-    i64 observed;                          // the tokens are requests'; else nothing is counted or learnt
-    // How the rank serves.
+    const int8_t* versions;                // [experts], versions that the policy has chosen, ABSENT to skip; or null
+    i64 observed;                          // tokens belong to requests; otherwise nothing is counted or learnt
+    // The rank's settings.
     planner::CacheTable table;
     i64 evicts, admits, executes, renormalizes, weights_on_input, plans_only;
     i64 form[3];                           // matrices of a version begin at layer.matrices[3 * form]
     i64 slice_bytes[3];
     i64* in_memory_until;                  // [layers, experts, 3] ns of CLOCK_MONOTONIC; 0 for bytes that were never
-                                           // checked, TO_CHECK for those that the caller is to check, ON_DISK_NOW for
-                                           // those it has not found in memory, INT64_MAX for ever
+                                           // verified, TO_CHECK for those that the caller must verify, ON_DISK_NOW for
+                                           // those not found in memory, INT64_MAX for ever
     i64 lost_pages;                        // of mapped files, when files were opened
     i64* uses;                             // [2, layers, experts]: uses and squared gates are added, or null
     Layer kernel;                          // its memory for inputs and activations has so many floats:
@@ -44,8 +44,8 @@ struct MoeLayer {
     i64 scratch_floats, piece_positions;   // positions that are computed at a time
     uint16_t* pair_rows;                   // [pair_capacity, hidden]
     i64 pair_capacity, threads;
-    // What was planned.
-    i64 count;                             // experts that are computed
+    // The plan.
+    i64 count;                             // number of computed experts
     int32_t* experts;                      // [experts]
     int8_t* wanted;                        // [experts]
     i64* places;                           // [slices, count]
@@ -57,7 +57,7 @@ namespace {
 constexpr i64 TO_CHECK = -2, ON_DISK_NOW = -1;
 constexpr i64 GATE_UNIT = 1 << 20, MEMORY_SECONDS = 1, PRODUCTS_OF_A_THREAD = 1 << 20;
 
-struct Work {  // of one thread, from step to step
+struct Work {  // memory of one thread, reused in every step
     planner::Scratch planning;
     planner::Phase prompts, others;
     std::vector<i64> count, uses, next, used, rows, rows_of, pairs;
@@ -74,8 +74,8 @@ i64 now_ns() {
     return i64(time.tv_sec) * 1000000000 + time.tv_nsec;
 }
 
-// The rank's number of each pair's expert, -1 for another rank's, and how many tokens chose each; false for a number that
-// is no expert's.
+// Find the rank's number of each pair's expert, -1 for another rank's, and how many tokens chose each; false for an
+// invalid id.
 bool read_choices(MoeLayer& m, Work& w) {
     const i64 n = m.tokens * m.top_k, experts = m.table.experts;
     w.chosen.resize(n);
@@ -93,7 +93,8 @@ bool read_choices(MoeLayer& m, Work& w) {
     return true;
 }
 
-// LOW or HIGH for each expert that is used (DyMoE 4.2 and 4.3); new thresholds are returned and not yet in the table.
+// Choose LOW or HIGH for each used expert (DyMoE 4.2 and 4.3); new thresholds are returned, not yet stored in the
+// table.
 void choose_versions(const MoeLayer& m, Work& w, i64 thresholds[2]) {
     const planner::CacheTable& t = m.table;
     const i64 experts = t.experts, n = m.tokens * m.top_k;
@@ -104,7 +105,7 @@ void choose_versions(const MoeLayer& m, Work& w, i64 thresholds[2]) {
         for (i64 e = 0; e < experts; e++) w.high[e] = m.versions[e] == planner::HIGH;
         return;
     }
-    if (t.threshold[1] < 0) {  // the same version for all: the table does not ask which are important
+    if (t.threshold[1] < 0) {  // the same version for all, so importance does not matter
         i64 active = 0;
         for (i64 e = 0; e < experts; e++) active += w.count[e] > 0;
         bool all = true, none = true;
@@ -134,7 +135,7 @@ void choose_versions(const MoeLayer& m, Work& w, i64 thresholds[2]) {
 
 enum Memory { IN_MEMORY, ON_DISK, UNCHECKED };
 
-// Whether the slices of a version can be read without waiting for a disk.
+// Return whether the slices of a version can be read without waiting for a disk.
 Memory in_memory(const MoeLayer& m, i64 expert, int8_t version, i64& now) {
     const planner::CacheTable& t = m.table;
     if (m.in_memory_until == nullptr || lost_pages != m.lost_pages) return ON_DISK;
@@ -151,7 +152,7 @@ Memory in_memory(const MoeLayer& m, i64 expert, int8_t version, i64& now) {
         if (now == 0) now = now_ns();
         if (until > now) continue;
         if (until == ON_DISK_NOW || !dymoe_resident(uintptr_t(t.source[at]), m.slice_bytes[part])) {
-            until = ON_DISK_NOW;  // for the whole step: the caller may have to check others first
+            until = ON_DISK_NOW;  // for the whole step: the caller may have to verify others first
             return ON_DISK;
         }
         until = now + MEMORY_SECONDS * 1000000000;
@@ -159,7 +160,7 @@ Memory in_memory(const MoeLayer& m, i64 expert, int8_t version, i64& now) {
     return found;
 }
 
-// Forget which of the planned experts were on disk: what the disk gives anew is checked anew, in a later step.
+// Forget which planned experts were on disk: bytes that the disk delivers are verified anew, in a later step.
 void end_memory_check(const MoeLayer& m) {
     if (m.in_memory_until == nullptr) return;
     for (i64 i = 0; i < m.count; i++) {
@@ -174,7 +175,7 @@ bool served(const planner::CacheTable& t, int8_t held, int8_t wanted) {
     return *t.reuse_high ? held >= wanted : held == wanted;
 }
 
-// The version that a hit computes.
+// Return the version that a hit computes.
 int8_t version_of_hit(const planner::CacheTable& t, int8_t held, int8_t wanted) {
     if (t.slices == 1) return held;
     return wanted == planner::LOW && !*t.reuse_high ? wanted : held;
@@ -216,7 +217,7 @@ void write_actions(const MoeLayer& m, Work& w) {
     for (i64 p = 0; p < m.tokens * m.top_k; p++) m.actions[p] = w.chosen[p] < 0 ? uint8_t(planner::ACTION_SKIP) : action[w.chosen[p]];
 }
 
-// Where an expert's matrices are: its slots, or host memory.
+// Return where an expert's matrices are: in its slots, or in host memory.
 Item item_of(const MoeLayer& m, i64 expert, int8_t version, bool executed) {
     const planner::CacheTable& t = m.table;
     Item item = {};
@@ -238,7 +239,7 @@ void run_pieces(MoeLayer& m, Work& w, int isa, Parallel parallel) {
     float* activations = m.scratch + size * k.tokens;
     k.phase = READ;
     size_t next = 0;
-    i64 done = 0;  // positions of items[next] that are computed
+    i64 done = 0;  // number of computed positions of items[next]
     while (next < w.items.size()) {
         w.part.clear();
         const i64 begin = w.items[next].first + done;
@@ -264,7 +265,8 @@ void run_pieces(MoeLayer& m, Work& w, int isa, Parallel parallel) {
     }
 }
 
-// Weights of pairs whose expert is computed, scaled so that a token's sum stays if asked for (DyMoE's skipped experts).
+// Return weights of pairs whose expert is computed, scaled to keep a token's sum if requested (DyMoE's skipped
+// experts).
 const float* weights_of(const MoeLayer& m, Work& w, bool complete) {
     const i64 n = m.tokens * m.top_k;
     if (!m.weights_on_input && (complete || !m.renormalizes)) return m.weights;
@@ -286,7 +288,7 @@ const float* weights_of(const MoeLayer& m, Work& w, bool complete) {
     return w.weights.data();
 }
 
-// What experts read where the router's weights multiply their inputs: a row for each pair, rounded to the dtype.
+// Write the experts' inputs when the router's weights multiply them: a row for each pair, rounded to the dtype.
 void scale_inputs(const MoeLayer& m, Work& w) {
     const i64 hidden = m.kernel.hidden, dtype = m.kernel.dtype;
     w.scaled.resize(m.tokens * m.top_k * hidden);
@@ -314,7 +316,7 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     const i64 inputs = m.weights_on_input ? n : m.tokens, size = portable::Row::floats(k.width);
     if (!m.plans_only && (size * (inputs + std::min(n, m.piece_positions)) > m.scratch_floats || n > m.pair_capacity)) return BAD_ROOM;
 
-    // Which experts are computed, in which version, and whether they can be executed where they are.
+    // Which experts are computed, in which version, and whether they can be executed in place.
     i64 thresholds[2], now = 0, skipped[3] = {0, 0, 0};
     bool unchecked = false;
     choose_versions(m, w, thresholds);

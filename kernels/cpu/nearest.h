@@ -1,4 +1,5 @@
-// The nearest points of E8 in a cube (kernels/lattice.py), and one block of columns rounded to them, W points at a time.
+// The nearest points of E8 in a cube (kernels/lattice.py), and the rounding of a block of columns to them, W points at
+// a time.
 
 constexpr int POINT = 8;   // weights of a point
 
@@ -9,7 +10,7 @@ INLINE void nearest_points(const F wanted[POINT], I codes[POINT], F found[POINT]
         I code[POINT], other[POINT], parity = I{};
         F gap[POINT], least_gap = all(3e38f), cost = F{};
         for (int i = 0; i < POINT; i++) {
-            const F left = wanted[i] + all(odd ? 1.75f : 1.25f);  // codes stand for themselves
+            const F left = wanted[i] + all(odd ? 1.75f : 1.25f);  // codes are their own numbers
             const I even = (left > all(1.0f)) & 2, uneven = ((left > all(2.0f)) & 2) + 1;
             const F to_even = left - to_float(even), to_uneven = left - to_float(uneven);
             const F costs[2] = {to_even * to_even, to_uneven * to_uneven};
@@ -21,7 +22,7 @@ INLINE void nearest_points(const F wanted[POINT], I codes[POINT], F found[POINT]
             cost += choose(is_odd, costs[1], costs[0]);
             parity ^= is_odd;
         }
-        // If the parity is wrong, the code that costs least is exchanged.
+        // If the parity is wrong, the code whose exchange costs least is replaced.
         I wrong = odd ? ~parity : parity;
         cost += as_float(wrong & (I)least_gap);
         const I better = cost < best;

@@ -19,7 +19,7 @@ INLINE I bytes_of(const uint8_t* p, int v) {
 }
 INLINE void store_rows(float* out, int v, F of_rows) { *(Unaligned*)(out + row_of(v)) = of_rows; }
 
-// Where bytes lie: they are read for the rows that are wanted, as those of four columns take eight registers.
+// Location of bytes: they are read for the wanted rows only, as those of four columns take eight registers.
 struct Packed { const uint8_t* at; int shift; };
 struct Merged { const uint8_t *high, *low; int second; };
 INLINE Packed packed(const uint8_t* p) { return {p, 0}; }
@@ -27,7 +27,7 @@ INLINE Packed shifted(Packed p, int bits) { return {p.at, bits}; }
 INLINE Merged merged(Packed high, Packed low, int second) { return {high.at, low.at, second}; }
 
 INLINE Q moved(Q bytes, int bits) { return vshlq_u8(bytes, vdupq_n_s8(int8_t(bits))); }
-INLINE Q side_by_side(const uint8_t* p, int i) {  // rows 4 * i and so on, and in the upper halves of bytes 32 more
+INLINE Q side_by_side(const uint8_t* p, int i) {  // rows from 4 * i on, and in the upper halves of bytes 32 more
     auto two = [&](const uint8_t* at) LAMBDA {
         const Q a = vld1q_u8(at), b = vld1q_u8(at + 32);
         return vreinterpretq_u16_u8(i & 2 ? vzip2q_u8(a, b) : vzip1q_u8(a, b));
@@ -54,7 +54,7 @@ template <int MASK, bool LEVEL, int R, class Bytes> INLINE void split(Bytes p, i
 // the second half of columns that share bytes.
 template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
     split<3, false, R>(shifted(p, 2 * second), first, out);
-    unroll<R / 2>([&](auto i) LAMBDA {  // four rows, and those 32 behind them
+    unroll<R / 2>([&](auto i) LAMBDA {  // four rows, and the four 32 rows later
         Q *low = out + 2 * i, *high = low + 1, parity = veorq_u8(*low, *high);
         parity = veorq_u8(parity, vextq_u8(parity, parity, 8));
         parity = veorq_u8(parity, vextq_u8(parity, parity, 4));

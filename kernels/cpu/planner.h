@@ -1,4 +1,4 @@
-// Which experts one layer keeps, fetches or executes on the CPU in one step: the planner in C++.
+// The planner in C++: which experts one layer keeps, fetches or executes on the CPU in one step.
 //
 // vllm_dymoe/planner/rule.py is the specification and explains the terms; tests hold the two equal, bit for bit. Arrays
 // belong to the caller. Everything is integer arithmetic.
@@ -19,12 +19,12 @@ enum Counter {
     STEPS, NEEDED_HIGH, NEEDED_LOW, SKIPPED, HITS, REUSES, FETCHED_HIGH, FETCHED_LOW, STREAMED, PROMOTIONS, EVICTIONS,
     AHEAD, AHEAD_BYTES, AHEAD_USED, AHEAD_USED_BYTES, CPU_EXECUTED, COUNTERS
 };
-constexpr i64 FIRST_IN = 0, COLDEST = 1;  // which expert leaves first; with 2 the one whose last use is longest ago
+constexpr i64 FIRST_IN = 0, COLDEST = 1;  // values of Eviction; 2 is the least recently used
 constexpr int AGING = 4, GAIN = 10, LOW_VERSION = 8;
 constexpr i64 USE = 1 << 16, NEVER_FETCHED = i64(1) << 40, STEP_RANGE = i64(1) << 40, MOST_THRESHOLD = i64(16) << 32;
 constexpr float WEIGHT_UNIT = 0x1p40f, MOST_WEIGHT = 0x1p15f;
 
-// The columns of planner/table.py that planning reads and writes; native.CacheTable is its twin.
+// The columns of planner/table.py that planning reads and writes; native.CacheTable is the twin.
 struct CacheTable {
     i64 layers, experts, slices;
     int8_t* held;                          // [layers, experts], a Version
@@ -41,18 +41,18 @@ struct CacheTable {
     const i64* source;                     // [layers, experts, 3]
 };
 
-// Experts that a step uses, and what the planner makes of them.
+// The experts that a step uses, and the planner's decisions about them.
 struct Plan {
     i64 count;
     const int32_t* experts;                // [count], ascending
     const int8_t* wanted;                  // [count], LOW or HIGH
-    const i64* rows;                       // [count], or null where nothing is executed on the CPU
-    const i64* uses;                       // [experts], by how many tokens with weights that count in statistics
+    const i64* rows;                       // [count], or null if nothing is executed on the CPU
+    const i64* uses;                       // [experts], number of tokens with usable weights
     i64* places;                           // [slices, count], written
-    bool admits;                           // misses may be kept; otherwise others write the rows
+    bool admits;                           // misses may be kept; otherwise a migration writes the rows
 };
 
-// Memory of one thread that is used again in each step.
+// Memory of one thread, reused in every step.
 struct Scratch {
     std::vector<char> hit, missing, wanting, kept, whole;
     std::vector<i64> link, host, order, victims;
@@ -60,8 +60,8 @@ struct Scratch {
 
 inline i64 count_of(const std::vector<char>& flags) { return std::count(flags.begin(), flags.end(), char(1)); }
 
-// Age the layer's scores by one step and count what the step uses; where the first to come leaves first, a score is the
-// step in which an expert came, and where the least recent does, scores forget all but the running step.
+// Age the layer's scores by one step and count what the step uses; where the first to come leaves first, the last use is
+// the step in which an expert came, and where the least recent does, scores forget all but the running step.
 inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i64 evicts) {
     const int aging = evicts == COLDEST ? AGING : 0;
     const i64 step = ++table.step[layer], experts = table.experts;
@@ -73,7 +73,7 @@ inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i6
         for (i64 n = 0; n < plan.count; n++) {
             const int32_t e = plan.experts[n];
             if (evicts == FIRST_IN) {
-                if (table.held[layer * experts + e] == ABSENT) score[e] = step;
+                if (table.held[layer * experts + e] == ABSENT) used_at[e] = step;
             } else if (plan.uses[e] > 0 && (slice == 0 || plan.wanted[n] == HIGH)) {
                 score[e] += USE;
                 used_at[e] = step;
@@ -82,7 +82,7 @@ inline void record_uses(const CacheTable& table, i64 layer, const Plan& plan, i6
     }
 }
 
-// Give what is missing of one kind the slots that are free, and then those of colder experts. `kept` is overwritten.
+// Give misses of one kind the free slots, and then those of colder experts. `kept` is overwritten.
 inline void find_places(const Plan& plan, i64* place, const std::vector<char>& wanting, const std::vector<char>& missing,
                         std::vector<char>& kept, const i64* score, const i64* used_at, i64 quota, Scratch& s) {
     s.order.clear();
@@ -108,8 +108,8 @@ inline void find_places(const Plan& plan, i64* place, const std::vector<char>& w
     }
 }
 
-// Which misses the CPU executes: the coldest, as long as it ends with them before the link with the others. `s.hit` is
-// [slices, count]; the answer is in `to`, [count].
+// Choose the misses that the CPU executes: the coldest, as long as it finishes them before the link has brought the
+// others. `s.hit` is [slices, count]; the result is in `to`, [count].
 inline void choose_executed(const CacheTable& table, i64 layer, const Plan& plan, const int8_t* held, Scratch& s, std::vector<char>& to) {
     const i64 n = plan.count, nested = table.slices == 2;
     const i64* costs = table.cpu_costs;
@@ -128,7 +128,7 @@ inline void choose_executed(const CacheTable& table, i64 layer, const Plan& plan
             const bool wants = (version == LOW && nested) || plan.wanted[i] == version;
             if (!wants || s.hit[(version == HIGH ? table.slices - 1 : 0) * n + i]) continue;
             s.link[i] += costs[COSTS * version + LINK];
-            if (free-- > 0) to[i] = 0;  // what finds a free slot is always fetched
+            if (free-- > 0) to[i] = 0;  // a miss that finds a free slot is always fetched
         }
     }
     bool always = true;
@@ -153,7 +153,7 @@ inline void choose_executed(const CacheTable& table, i64 layer, const Plan& plan
     }
 }
 
-// Decide for each expert of the plan and each of its slices: a Place. A slice that is not wanted counts as HIT.
+// Decide a Place for each expert of the plan and each of its slices. A slice that is not wanted counts as HIT.
 inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch& s) {
     const i64 n = plan.count, experts = table.experts;
     const bool nested = table.slices == 2, reuse_high = *table.reuse_high != 0;
@@ -176,7 +176,7 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
     }
     for (i64 i = 0; i < table.slices * n; i++) plan.places[i] = s.hit[i] ? HIT : STREAM;
     if (all_hit) return;
-    std::vector<char>& fetched = s.hit;  // from here on: what is missing and fetched
+    std::vector<char>& fetched = s.hit;  // from here on: misses that are fetched
     const i64* costs = table.cpu_costs;
     std::vector<char> executed;
     if (plan.rows != nullptr && (costs[FIRST_ROW] || costs[COSTS + FIRST_ROW] || costs[2 * COSTS + FIRST_ROW]))
@@ -193,7 +193,8 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
         for (int version = HIGH; version >= LOW; version--) {
             for (i64 e = 0; e < experts; e++) s.kept[e] = held[e] == version;
             for (i64 i = 0; i < n; i++) {
-                if (fetched[i] && plan.places[i] != STREAM) s.kept[plan.experts[i]] = 0;  // superseded by its other version
+                // Replaced by its other version.
+                if (fetched[i] && plan.places[i] != STREAM) s.kept[plan.experts[i]] = 0;
                 s.wanting[i] = plan.wanted[i] == version;
                 s.missing[i] = s.wanting[i] && fetched[i];
             }
@@ -214,29 +215,29 @@ inline void decide(const CacheTable& table, i64 layer, const Plan& plan, Scratch
     find_places(plan, plan.places + n, s.wanting, s.missing, s.kept, score(1), used_at(1), quotas[HIGH], s);
 }
 
-// Importance of one phase's experts (DyMoE 4.2, Eqs. 1 to 3): by expert of the layer.
+// Importance of one phase's experts (DyMoE 4.2, Eqs. 1 to 3), indexed by the layer's experts.
 struct Phase {
-    std::vector<i64> uses, hits, sums, every;  // every: the sums of all tokens, heavy hitters or not
+    std::vector<i64> uses, hits, sums, every;  // every: sums of all tokens, heavy hitters or not
     void clear(i64 experts) {
         for (auto* column : {&uses, &hits, &sums, &every}) column->assign(experts, 0);
     }
 };
 
-// NaN, infinite and absurd weights, which a request's own numbers may give, count in no statistic.
+// NaN, infinite and absurdly large weights, which a single request can cause, are left out of statistics.
 inline bool usable(float weight) { return weight > -MOST_WEIGHT && weight < MOST_WEIGHT; }
 
-// A weight in whole numbers; one that counts adds one more unit, so that a sum of 0 says that none did.
+// Return a weight as an integer; a usable one adds one more unit, so a sum of 0 means that none was usable.
 inline i64 units(float weight) { return usable(weight) ? i64(weight * WEIGHT_UNIT) + 1 : 0; }
 
-// Mark the experts of a phase that are high: those above its threshold, whose new value is returned, or the most
-// important ones, as many as are critical.
+// Mark the experts of a phase that are high: those above its threshold, or the critical number of most important ones.
+// Returns the threshold's new value.
 inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, const i64* threshold, std::vector<i64>& used, std::vector<char>& high) {
     used.clear();
     for (i64 e = 0; e < table.experts; e++)
         if (phase.uses[e] > 0) used.push_back(e);
     const i64 n = i64(used.size());
     if (n == 0) return threshold[0];
-    i64 active = 0;  // experts of which any weight counts
+    i64 active = 0;  // experts with any usable weight
     for (i64 e : used) active += phase.every[e] != 0;
     if (table.threshold[1] >= 0) {
         i64 total = 0, largest = used[0], marked = 0;
@@ -249,7 +250,8 @@ inline i64 mark_high(const CacheTable& table, i64 layer, const Phase& phase, con
             marked += above && phase.every[e] != 0;
             high[e] |= above;
         }
-        if (active == 0 || active * threshold[1] < 1 << 16) return threshold[0];  // even the one that always is high is too many
+        // Even the one that is always high is too many.
+        if (active == 0 || active * threshold[1] < 1 << 16) return threshold[0];
         const i64 error = (marked << 16) / active - threshold[1];
         return std::min(std::max(threshold[0] + error * (i64(1) << GAIN), i64(0)), MOST_THRESHOLD);
     }

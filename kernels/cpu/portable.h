@@ -1,4 +1,4 @@
-// Vectors of four, as every compiler knows them.
+// Vectors of four, in GCC's and Clang's vector extensions.
 VECTORS_OF(4)
 #if defined(__x86_64__)
 #define APART(v) asm("" : "+x"(v))
@@ -32,7 +32,7 @@ template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q*
 // the second half of columns that share bytes.
 template <int R> INLINE void points(Packed p, int second, int first, Q* out) {
     split<3, false, R>(shifted(p, 2 * second), first, out);
-    for (int word = 0; word < 8; word++) {  // a register, and that 32 rows behind it
+    for (int word = 0; word < 8; word++) {  // a register, and the one 32 rows later
         int parity = 0;
         for (int i = 0; i < W; i++) parity ^= out[word][i] ^ out[word + 8][i];
         for (int half = 0; half < 2; half++) out[word + 8 * half] = 4 * out[word + 8 * half] + 2 * (~parity & 1);

@@ -1,4 +1,4 @@
-// The rotation of what points of a lattice multiply (kernels/lattice.py).
+// The rotation of lattice matrices' inputs (kernels/lattice.py).
 
 // A column's sign: a hash of its number.
 static INLINE float sign_of(uint32_t column) {
@@ -7,7 +7,7 @@ static INLINE float sign_of(uint32_t column) {
     return (hash ^ hash >> 13) & 1 ? -1.0f : 1.0f;
 }
 
-// Signs and a Hadamard transform of columns begin to end, a multiple of `block`, a power of two; nothing if that is 0.
+// Apply signs and a Hadamard transform to columns begin to end, a multiple of `block`; a block of 0 does nothing.
 INLINE void rotate(float* x, int64_t begin, int64_t end, int64_t block) {
     if (block == 0) return;
     for (int64_t c = begin; c < end; c++) x[c] *= sign_of(uint32_t(c));

@@ -15,7 +15,7 @@ from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
 from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
 
-_MOST_COLUMNS = 1024  # of a block: eight for each thread of four warps, one load of 16 bytes
+_MOST_COLUMNS = 1024  # most columns of a block: eight for each thread of four warps, one load of 16 bytes
 
 
 def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> None:
@@ -128,7 +128,7 @@ def combine_kernel(
         if RENORMALIZE:
             weight = weight * factor
         products = widened(tl.load(out + pair * HIDDEN + column, mask=counts, other=0.0)) * weight
-        if ABSENT:  # whatever weight an absent pair has, NaN among them
+        if ABSENT:  # whatever weight an absent pair has, even NaN
             products = tl.where(counts, products, 0.0)
         total += products
     tl.store(combined + token * HIDDEN + column, rounded(total, combined.dtype.element_ty), mask=inside)
@@ -144,8 +144,8 @@ def _stays(expert_id, skipped, known, SKIPPED: tl.constexpr):
     return stays
 
 
-# Conversions of bfloat16 are written out, because Triton's interpreter cuts bits off where a GPU rounds: what is proven
-# there to the last bit has to be what runs here. On a GPU it costs nothing beside the memory.
+# Conversions of bfloat16 are written out, because Triton's interpreter truncates where a GPU rounds: tests in the
+# interpreter must prove the bits that a GPU computes. On a GPU this costs nothing compared with the memory.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The device's part of a CPU queue, in three small launches around those that compute; nothing of the driver between.
+"""The device's part of a CPU queue, in three small launches around those that compute; no driver calls in between.
 
 Plain twins: ``post_plain`` and ``collect_plain`` of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A
 graph's own memory operation (cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the
@@ -24,19 +24,19 @@ from vllm_dymoe.kernels.triton.start import Start, run_kernel
 _CONTROL = ctypes.sizeof(native.QueueControl)
 _ANSWERED = tl.constexpr(native.QueueControl.answered.offset)
 _BLOCK = 1024
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no assembly
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no assembly
 
 
 class DeviceQueue(NamedTuple):
-    """Through which the host computes some misses: the ring's sizes, and what the device keeps of it."""
+    """The device's view of a CPU queue: the ring's sizes, and the device's state."""
 
     shape: QueueShape
     turn: Tensor  # int64 [3], see ``kernels.cpu_queue``
-    present: Tensor  # int32, scratch for as many pairs as a step has
+    present: Tensor  # int32, scratch for the pairs of a step
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the programs know of the ring."""
+        """Constants of the ring for the programs."""
         shape, entry = self.shape, self.shape.places[-1]
         return {"CONTROL": _CONTROL, "DEPTH": shape.depth, "ENTRY": entry, "HIDDEN": shape.hidden, "BLOCK": _BLOCK}
 
@@ -45,8 +45,10 @@ def post(
     device_queue: DeviceQueue, layer: int, x: Tensor, ids: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """What ``post_plain`` does, for the first of the tokens: rows is int32 [1], how many are real; decision has the
-    tensors of a Decision, by name."""
+    """Run ``post_plain`` on the device, for the real tokens.
+
+    ``rows`` is int32 [1], the number of real tokens; ``plan`` has the tensors of a LayerPlan, by name.
+    """
     shape = device_queue.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
     check_tensor("turn", device_queue.turn, shape=(3,), dtype=torch.int64)
@@ -59,19 +61,19 @@ def post(
     start(
         post_kernel,
         (1,),
-        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer),
+        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer, len(x)),
         device_queue.constants | places | sizes,
         {"num_warps": 4},
     )
 
 
 def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
-    """Until what the layer has posted is answered; see ``wait_kernel``."""
+    """Wait until the layer's entry is answered; see ``wait_kernel``."""
     start(wait_kernel, (1,), (turn,), {}, {"num_warps": 1})
 
 
 def take(device_queue: DeviceQueue, rows_out: Tensor, computed: Tensor, *, start: Start = run_kernel) -> None:
-    """The host's rows to `rows_out`, and which pairs count to `device_queue.present`; see ``collect_kernel``."""
+    """Copy the CPU's rows to `rows_out`, and which pairs count to `device_queue.present`; see ``collect_kernel``."""
     arguments = device_queue.turn, rows_out, computed, device_queue.present
     constants = device_queue.constants | {"OUT": device_queue.shape.places[3]}
     start(collect_kernel, (computed.numel(),), arguments, constants, {"num_warps": 4})
@@ -86,9 +88,13 @@ def collect(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Wait for the answer, take its rows, and sum what each token's experts gave, in the router's order, into out
-    [tokens, hidden]. The host's rows are written to rows_out [tokens * top_k, hidden], unweighted; computed is int32
-    [tokens, top_k], 0 for pairs without an expert here, 2 for the host's, weights are float32 [tokens, top_k]."""
+    """Wait for the answer, copy its rows, and sum each token's experts.
+
+    Sums are in the router's order, into out [tokens, hidden].
+
+    The CPU's rows are written unweighted to rows_out [tokens * top_k, hidden]; ``computed`` is int32 [tokens, top_k], 0
+    for pairs without an expert here and 2 for the CPU's; ``weights`` are float32 [tokens, top_k].
+    """
     wait(device_queue.turn, start=start)
     take(device_queue, rows_out, computed, start=start)
     present = device_queue.present[: computed.numel()].view(computed.shape)
@@ -99,17 +105,17 @@ def collect(
     do_not_specialize_on_alignment=[
         "turn", "x", "ids", "rows", "count", "action", "experts", "bits", "addresses", "residual",
     ],
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "tokens"],
 )  # fmt: skip
 def post_kernel(
     turn, x, ids, rows, count, action, experts, bits, addresses, residual,
-    layer: tl.int32,
+    layer: tl.int32, tokens: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
     X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the next entry and write its number; grid [1], so that one barrier is behind all of its stores."""
-    real = tl.load(rows)
+    """Fill the next entry and write its number; grid [1], so that one barrier follows all of its stores."""
+    real = tl.minimum(tl.load(rows), tokens)
     item = tl.arange(0, WIDTH)
     on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
     some = tl.sum(on_cpu.to(tl.int32), 0)
@@ -139,7 +145,7 @@ def post_kernel(
         for first in range(0, real * TOP_K, BLOCK):
             inside = first + lane < real * TOP_K
             tl.store(chosen + first + lane, tl.load(ids + first + lane, mask=inside).to(tl.int32), mask=inside)
-        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16  # of memory that the link writes
+        words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16  # type of the words that cross the link
         wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
         source = x.to(tl.pointer_type(words))
         inputs = (entry + X).to(tl.pointer_type(words))
@@ -152,7 +158,7 @@ def post_kernel(
 
 @triton.jit
 def _release(address, number):
-    """Store a number behind everything that the program has stored, for other processors of the machine.
+    """Store a number after everything that the program has stored, visible to all processors of the machine.
 
     A release store: an exchange would read over PCIe, and not every platform has atomics there. One thread stores.
     """
@@ -172,9 +178,136 @@ def _release(address, number):
         )  # fmt: skip
 
 
+def ask(device_queue: DeviceQueue, layer: int, plan: Mapping[str, Tensor], *, start: Start = run_kernel) -> None:
+    """What ``ask_plain`` does."""
+    items, slices = len(plan["experts"]), len(plan["action"])
+    listed = (plan[name] for name in ("count", "action", "experts", "precisions"))
+    sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
+    arguments = device_queue.turn, *listed, layer, plan["action"].stride(0)
+    start(ask_kernel, (1,), arguments, _of_calls(device_queue) | sizes, {"num_warps": 4})
+
+
+def take_sources(
+    device_queue: DeviceQueue, table: Mapping[str, Tensor], layer: int, plan: Mapping[str, Tensor],
+    *, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """What ``take_plain`` does."""
+    wait(device_queue.turn, start=start)
+    items, slices = len(plan["experts"]), len(plan["action"])
+    layers, experts = table["precision"].shape
+    names = "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread"
+    of_table = (table[name] for name in names)
+    of_plan = (plan[name] for name in ("count", "action", "experts", "precisions", "addresses", "destinations"))
+    sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "EXPERTS": experts}
+    numbers = layer, layers, plan["action"].stride(0), plan["addresses"].stride(0)
+    arguments = device_queue.turn, *of_table, *of_plan, *numbers
+    start(take_sources_kernel, (1,), arguments, _of_calls(device_queue) | sizes, {"num_warps": 4})
+
+
+def _of_calls(device_queue: DeviceQueue) -> dict[str, int]:
+    constants = device_queue.constants
+    return {name: constants[name] for name in ("CONTROL", "DEPTH", "ENTRY")} | {"CALLS": device_queue.shape.places[0]}
+
+
+@triton.jit
+def _asked(action, count, item, apart, ITEMS: tl.constexpr, SLICES: tl.constexpr):
+    """int32 [WIDTH] for the first slice and for the second: whether an item's bytes have to come from the store."""
+    known = (item < ITEMS) & (item < tl.load(count))
+    first = tl.load(action + item, mask=known, other=0)
+    base = ((first == 1) | (first == 2)).to(tl.int32)
+    residual = tl.zeros_like(base)
+    if SLICES > 1:
+        second = tl.load(action + apart + item, mask=known, other=0)
+        residual = ((second == 1) | (second == 2)).to(tl.int32)
+    return base, residual
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["turn", "count", "action", "experts", "precisions"],
+    do_not_specialize=["layer", "apart"],
+)
+def ask_kernel(
+    turn, count, action, experts, precisions, layer: tl.int32, apart: tl.int32,
+    CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Fill the next entry and write its number; grid [1]. See ``Ask`` for the fields."""
+    item = tl.arange(0, WIDTH)
+    base, residual = _asked(action, count, item, apart, ITEMS, SLICES)
+    asked = (base + residual) > 0
+    some = tl.sum(asked.to(tl.int32), 0)
+    queue = tl.load(turn + 2)
+    number = tl.load(turn) + tl.where(some > 0, 1, 0).to(tl.int64)
+    tl.debug_barrier()
+    tl.store(turn, number)
+    tl.store(turn + 1, tl.where(some > 0, number, 0))
+    if some > 0:
+        entry = queue + CONTROL + number % DEPTH * ENTRY
+        header = entry.to(tl.pointer_type(tl.int64))
+        tl.store(header, number)
+        tl.store(header + 1, layer.to(tl.int64))
+        tl.store(header + 2, number * 0)
+        tl.store(header + 3, some.to(tl.int64))
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(asked.to(tl.int32), 0) - 1)
+        tl.store(call, tl.load(experts + item, mask=asked, other=0).to(tl.int64), mask=asked)
+        tl.store(call + 1, tl.load(precisions + item, mask=asked, other=0).to(tl.int64), mask=asked)
+        tl.store(call + 2, base.to(tl.int64), mask=asked)
+        tl.store(call + 3, residual.to(tl.int64), mask=asked)
+        tl.debug_barrier()
+        _release(queue, number)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "turn", "precision", "slot", "source", "first_slot", "pool", "slot_bytes", "offsets", "unread", "count",
+        "action", "experts", "precisions", "addresses", "destinations",
+    ],
+    do_not_specialize=["layer", "layers", "apart", "addresses_apart"],
+)  # fmt: skip
+def take_sources_kernel(
+    turn, precision, slot, source, first_slot, pool, slot_bytes, offsets, unread, count, action, experts, precisions,
+    addresses, destinations,
+    layer: tl.int32, layers: tl.int32, apart: tl.int32, addresses_apart: tl.int32,
+    CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Write where the answer has put what was asked for, behind :func:`wait_kernel`; grid [1]."""
+    number = tl.load(turn + 1)
+    if number > 0:
+        item = tl.arange(0, WIDTH)
+        base, residual = _asked(action, count, item, apart, ITEMS, SLICES)
+        asked = (base + residual) > 0
+        expert = tl.load(experts + item, mask=asked, other=0)
+        code = tl.load(precisions + item, mask=asked, other=0)
+        entry = tl.load(turn + 2) + CONTROL + number % DEPTH * ENTRY
+        call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(asked.to(tl.int32), 0) - 1)
+        row = layer * EXPERTS + expert
+        lost = item < 0  # none
+        for part in tl.static_range(SLICES):
+            needs = asked & ((base if part == 0 else residual) > 0)
+            version = item * 0 + (part + 1) if SLICES > 1 else code
+            # Volatile, as in ``collect_kernel``: no earlier answer may come from a cache.
+            address = tl.load(call + 4 + part, mask=needs, other=1, volatile=True)
+            lost = lost | (address == 0)
+            some = tl.load(first_slot + layer * 3 + version) * tl.load(slot_bytes + version)
+            address = tl.where(address == 0, tl.load(pool + version) + some, address)
+            tl.store(source + row.to(tl.int64) * 3 + version, address, mask=needs)
+            for column in tl.static_range(3):
+                at = addresses + part * addresses_apart + 3 * item + column
+                tl.store(at, address + tl.load(offsets + 3 * version + column), mask=needs)
+        for part in tl.static_range(SLICES):
+            for column in tl.static_range(3):
+                tl.store(destinations + part * addresses_apart + 3 * item + column, 0, mask=lost)
+            tl.store(slot + part * layers * EXPERTS + row, -1, mask=lost)
+        tl.store(precision + row, 0, mask=lost)
+        worst = tl.max(tl.where(lost, expert, -1), 0)
+        if worst >= 0:
+            tl.atomic_max(unread + layer, worst.to(tl.int64))
+
+
 @triton.jit(do_not_specialize_on_alignment=["turn"])
 def wait_kernel(turn):
-    """Until what the layer has posted is answered or given up; grid [1], one warp."""
+    """Wait until the layer's entry is answered or given up; grid [1], one warp."""
     number = tl.load(turn + 1)
     answered = (tl.load(turn + 2) + _ANSWERED).to(tl.pointer_type(tl.int64))
     seen = tl.load(answered, volatile=True)
@@ -187,7 +320,7 @@ def collect_kernel(
     turn, rows, computed, present, CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, OUT: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The host's row of a pair, and whether the pair counts: present[pair] < 0 if not; grid [pairs]."""
+    """Copy the CPU's row of a pair, and whether the pair counts: present[pair] < 0 if not; grid [pairs]."""
     pair = tl.program_id(0)
     kind = tl.load(computed + pair)
     tl.store(present + pair, kind - 1)
@@ -199,6 +332,6 @@ def collect_kernel(
         to = rows.to(tl.pointer_type(words)) + pair.to(tl.int64) * wide
         for first in range(0, wide, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            # Volatile and not ".cv", which Triton 3.6.0 and 3.7.1 drop: no earlier answer may come from a cache.
+            # Volatile instead of ".cv", which Triton 3.6.0 and 3.7.1 drop: no earlier answer may come from a cache.
             values = tl.load(answer + column, mask=column < wide, volatile=True)
             tl.store(to + column, values, mask=column < wide)

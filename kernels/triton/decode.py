@@ -1,11 +1,10 @@
 """Decode: few tokens per expert, bound by memory bandwidth. Two launches for all experts of a step.
 
-A program owns 64 rows of one expert's projection, or one of SPLIT parts of their
-columns. Partial sums go to memory in float32. A semaphore counts the programs that have
-finished, and the last one adds the partial sums in ascending order, so the result does not
-depend on which program was last: integers are counted atomically, floats never. A program
-that fetches copies exactly the bytes it computes from and shares sums like any other:
-fetching does not change any bit.
+A program computes 64 rows of one expert's projection, or one of SPLIT parts of their columns. Partial sums go to memory
+in float32. A semaphore counts the programs that have finished, and the last one adds the partial sums in ascending
+order, so the result does not depend on which program was last: integers are counted atomically, floats never. A program
+that fetches copies exactly the bytes it computes from and shares sums like any other, so fetching does not change any
+bit.
 
 Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
@@ -23,8 +22,7 @@ Launches are described by device tensors; `int` is int32 or int64, as the launch
 
 ROWS and COLUMNS are those of the projection. PRECISIONS is the sum of the bits that may occur. NESTED are the bits
 whose codes are stored in two sections, or 0. STEPS and ORDERED are sums of the bits whose zeros count steps of their
-scale, and whose columns are stored in an order of their own. SPLIT is the number of parts of the columns, WARPS the
-launch's num_warps.
+scale, and whose columns are reordered. SPLIT is the number of parts of the columns, WARPS the launch's num_warps.
 """
 
 import triton
@@ -83,7 +81,7 @@ def gate_up_kernel(
                 source, destinations + 3 * expert, lower, residual_destinations + 3 * expert, bits + 3 * expert,
                 ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, ORDERED, BIAS, 0 if ACTIVATION[4] else 1, SPLIT, WARPS,
             )  # fmt: skip
-        # An expert has one item however many positions it has, and is computed as if it had one for every two.
+        # An expert has one item however many positions it has, and is computed as if it had one item for every two.
         if (last - first) % 2 == 1:
             _gate_up(
                 x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, last - 1, last,
@@ -113,7 +111,9 @@ def _fetch_two(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PRECISIONS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch this program's shares of gate and up if they have destinations; return where to read their addresses then.
+    """Fetch this program's shares of gate and up if they have destinations.
+
+    Returns where to read the addresses afterwards.
 
     FIRST is 1 for experts without a gate.
     """
@@ -152,7 +152,7 @@ def _gate_up(
     x_first, apart = _two_rows(x, rows, first, last, COLUMNS, TOKENS)
     gate = tl.zeros([TOKENS, 64], tl.float32)
     up = tl.zeros([TOKENS, 64], tl.float32)
-    for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, for the products to be compiled once
+    for number in range(0 if ACTIVATION[4] else 1, 2):  # a loop, so that the products are compiled once
         gate = up
         up = row_products(
             tl.load(source + number), _lower(lower + number, NESTED), tl.load(bits + number),
@@ -207,7 +207,7 @@ def arrives_last(semaphore, count):
 
     The semaphore is zero again afterwards.
     """
-    tl.debug_barrier()  # every thread's stores are in front of the one thread that counts
+    tl.debug_barrier()  # every thread's stores precede the one thread that counts
     is_last = tl.atomic_add(semaphore, 1, sem="acq_rel") == count - 1
     tl.debug_barrier()
     if is_last:
@@ -394,8 +394,8 @@ def add_experts(
             for part in tl.static_range(SPLIT):
                 at = partials + (pair.to(tl.int64) * SPLIT + part) * PADDED + row
                 sums += tl.load(at, mask=row < tl.where(counts, PADDED, 0), other=0.0, cache_modifier=".cg")
-            # As where each expert's output is stored and then combined: rounded, weighted, and rounded again. Between
-            # product and sum there is a choice, so that no compiler makes one instruction with one rounding of them.
+            # As when each expert's output is stored and then combined: rounded, weighted, and rounded again. A select
+            # between product and sum keeps compilers from making one instruction with one rounding of them.
             weighted = widened(rounded(sums, out.dtype.element_ty)) * tl.load(weights + pair)
             total += tl.where(row < tl.where(counts, PADDED, 0), weighted, 0.0)
         tl.store(out + token.to(tl.int64) * ROWS + row, rounded(total, out.dtype.element_ty), mask=row < ROWS)

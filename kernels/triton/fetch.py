@@ -47,7 +47,7 @@ def fetch_share(
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Copy one program's share of a section. A barrier has to follow before another thread reads it.
+    """Copy one program's share of a section; a barrier must follow before another thread reads it.
 
     Args:
         source: int64 address of the section.
@@ -55,7 +55,7 @@ def fetch_share(
         bits: int32, one of the widths whose sum is PRECISIONS, or the tag of a codebook among them.
         block: index of the 64 rows.
         split: index of the part of the columns.
-        NESTED: bits of the codes of which the section holds the base slice, half as many bits each.
+        NESTED: bits of the codes whose base slices are in the section, half as many bits each.
     """
     for width in tl.static_range(1, TAG_BITS):
         if PRECISIONS & (1 << width):
@@ -135,7 +135,7 @@ def _fetch_quantized(
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, STRIPS)
     _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, STORED)
-    # 256 bytes for each group; of a lattice, which has one, every part fetches them.
+    # 256 bytes for each group; a lattice has one group, whose scales every part fetches.
     first_group = begin * (0 if LATTICE else STRIP) // GROUP
     last_group = first_group + 1 if LATTICE else end * STRIP // GROUP
     first = weight_bytes(ROWS, COLUMNS, GROUP, STORED) + block.to(tl.int64) * 256
@@ -175,7 +175,7 @@ def _fetch_floats(
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, STRIPS)
     _copy_codes(source, destination, block, begin * STRIP, end * STRIP, PADDED_COLUMNS, code_bits(TAG))
-    # Scales of a block lie together. Two parts may meet inside a group: both fetch its scales.
+    # Scales of a block are adjacent. Two parts may meet inside a group: both fetch its scales.
     BYTES: tl.constexpr = 64 * scale_bytes(TAG)
     SCALES: tl.constexpr = weight_bytes(ROWS, COLUMNS, GROUP, TAG)
     GROUPS: tl.constexpr = PADDED_COLUMNS // SIZE

@@ -27,7 +27,9 @@ def float_rows(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Products with one block of 64 rows, over one part of the columns; arguments and result as in quantized_rows.
+    """Return products with one block of 64 rows, over one part of the columns.
+
+    Arguments and result are those of quantized_rows.
 
     Args:
         TAG: of the codebook.
@@ -48,7 +50,7 @@ def float_rows(
     warp = thread >> 5
     byte = tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
-    # What moves a code's four bits to the upper end of its word.
+    # Shift that moves a code's four bits to the upper end of its word.
     up = 28 - 8 * byte - 4 * half
     words_at = section.to(tl.pointer_type(tl.int32)) + block * (PADDED_COLUMNS * BITS * 2) + (8 * beside + word)
     scales_at = section + weight_bytes(ROWS, COLUMNS, GROUP, TAG)
@@ -81,14 +83,13 @@ def float_rows(
 
 @triton.jit
 def load_x(x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
-    """Load float32 [TOKENS, 1, 1, THREADS] through pointers [1, 1, 1, THREADS] into the first token's row; masked ones
-    are 0.
+    """Load float32 [TOKENS, 1, 1, THREADS] of x; masked elements are 0.
 
-    There is one load per token: Triton 3.6 gives the result of a single load another layout than the words, and would
-    exchange it each time.
+    Pointers are [1, 1, 1, THREADS] into the first token's row. There is one load per token: Triton 3.6 gives the result
+    of a single load another layout than the words, and would convert it each time.
 
     Args:
-        apart: elements from there to the second token's row.
+        apart: distance to the second token's row, in elements.
         ALL: nothing is masked; this saves the instruction that sets the zero.
     """
     first = (tl.load(x) if ALL else tl.load(x, mask=mask, other=0)).to(tl.float32)
@@ -120,7 +121,8 @@ def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
         group: index of the group of 64 scales.
     """
     if TAG == 128:
-        # One byte of the words at a time: neighbours in one load would be spread over threads, and have to come back.
+        # One byte of the words at a time: adjacent scales in one load would be spread over threads, and have to be
+        # moved back.
         pointers = scales_at.to(tl.pointer_type(tl.float32)) + group * 64 + (4 * word + 32 * half)
         scales = tl.where(byte == 0, tl.load(pointers, mask=valid, other=0), 0.0)
         for number in tl.static_range(1, 4):
@@ -134,7 +136,7 @@ def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
 
 @triton.jit
 def scale_of_byte(scale, TAG: tl.constexpr):
-    """Return a scale's float32 from its byte in an int32; an exponent of -127 gives 0, as it is below every sum."""
+    """Return a scale's float32 from its byte in an int32; an exponent of -127 gives 0, since it is below every sum."""
     if TAG == 32:
         return (scale << 23).to(tl.float32, bitcast=True)
     else:
@@ -144,7 +146,7 @@ def scale_of_byte(scale, TAG: tl.constexpr):
 
 @triton.jit
 def load_factor(section, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr):
-    """Load the factor that all products with a matrix are multiplied with."""
+    """Return the factor of a matrix, by which all products are multiplied."""
     address = section + (bias_offset(ROWS, COLUMNS, GROUP, TAG) - factor_bytes(TAG))
     pointer = address.to(tl.pointer_type(tl.float32))
     return tl.load(pointer) / tl.load(pointer + 1)

@@ -1,11 +1,11 @@
 """Many tokens per expert: tensor cores on tiles that are dequantized in registers.
 
-A program owns BLOCK_M positions of one expert and BLOCK_N rows of a projection. Codes become float32 by writing them
-into the mantissa of 2^23; they are scaled there and rounded once to the dtype that the tensor core multiplies. Sums are
-float32.
+A program computes BLOCK_M positions of one expert and BLOCK_N rows of a projection. Codes become float32 by writing
+them into the mantissa of 2^23; they are scaled there and rounded once to the dtype that the tensor core multiplies.
+Sums are float32.
 
-Published floats become their levels, times scales where that is exact (4 bits, in both dtypes). Scales of FP8 are
-applied to the sums of a step, and a matrix's factor at the end.
+Published floats become their levels, times scales if that is exact (4 bits, in both dtypes). Scales of FP8 are applied
+to the sums of a step, and a matrix's factor at the end.
 
 At 2 bits each word is loaded for both halves of its group, one column after the other: the second load hits the cache,
 and x keeps its order.
@@ -34,7 +34,7 @@ from vllm_dymoe.kernels.triton.section import (
     weight_bytes,
 )
 
-# Triton's interpreter keeps a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
+# Triton's interpreter stores a bfloat16 as 16 bits and multiplies them as integers in tl.dot.
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -220,7 +220,7 @@ def _row_scales(
     section, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Return, in float32, the scales of some rows for what load_weights returns for a lattice."""
+    """Return the float32 scales of some rows of a lattice, for the tile that load_weights returns."""
     scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(tl.pointer_type(tl.int32))
     words = tl.load(scales_at + row, mask=row < (ROWS + 63) // 64 * 64, other=0)
     low, high = unpack_scales(words, 0, FLOAT16)

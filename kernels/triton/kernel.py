@@ -10,6 +10,7 @@ from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Decode, Receive, check_activations, check_formats
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
@@ -51,13 +52,13 @@ class TritonKernel:
     """Computes experts on a GPU.
 
     How an expert is computed depends on its shape and on the number of its tokens in the call, never on the other
-    experts: which of them are on the device changes no bit.
+    experts: residency changes no bit.
 
     Args:
         device: where the experts are; a CPU only in Triton's interpreter.
         workspace_bytes: scratch to keep, at least 320 KiB. It bounds the tokens that are computed together.
-        formats: the formats that calls may use, of any sizes, to compile once for all of them; empty for those of each
-            call, which compiles again for another mix.
+        formats: all formats that calls may use, of any sizes, to compile once for all of them. If empty, each new mix
+            of formats is compiled when a call uses it.
         decode: how experts of few tokens are computed; where precisions or card do not have this way, the next slower
             one is taken, see ``launch.fastest_decode``.
 
@@ -158,28 +159,30 @@ class TritonKernel:
                 receive(3)
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
-    def small_batch_step(self, formats: Sequence[Formats], activation: Activation) -> SmallBatchStep:
-        """Return a whole decode step for experts of some formats, using this kernel's scratch; errors as
-        :meth:`shape_of`.
+    def small_batch_step(
+        self, formats: Sequence[Formats], activation: Activation, disk_queue: DeviceQueue | None = None
+    ) -> SmallBatchStep:
+        """Return a whole decode step for experts of some formats, using this kernel's scratch.
+
+        Raises the errors of :meth:`shape_of`.
         """
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
             shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
-            dependent=self._decode_of(precisions) is Decode.DEPENDENT,
+            dependent=self._decode_of(precisions) is Decode.DEPENDENT, disk_queue=disk_queue,
         )  # fmt: skip
 
     def large_batch_step(
         self, table: Callable[[int], Mapping[str, Tensor]], shape: LargeBatchShape, formats: Sequence[Formats],
-        activation: Activation,
+        activation: Activation, disk_queue: DeviceQueue | None = None,
     ) -> TritonLargeBatch:  # fmt: skip
         """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`.
 
         ``table`` returns the columns of a Table for a layer.
         """
         experts, precisions = self.shape_of(formats)
-        return TritonLargeBatch(
-            table, shape, experts, precisions, self._tiles_of(experts, precisions), activation, self._scratch_of
-        )
+        tiles = self._tiles_of(experts, precisions)
+        return TritonLargeBatch(table, shape, experts, precisions, tiles, activation, self._scratch_of, disk_queue)
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
         """Return this kernel's scratch, or larger scratch that is kept as long as steps use it."""
@@ -201,7 +204,7 @@ class TritonKernel:
         return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, precisions: frozenset[int], counts: Sequence[int]) -> tuple[Tiles, Plan]:
-        """Return sizes of programs, and the launches for experts with so many tokens."""
+        """Return sizes of programs, and the launches for experts with given numbers of tokens."""
         tiles = self._tiles_of(shape, precisions, max(counts))
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
@@ -245,9 +248,9 @@ class TritonStep:
         self.x, self.out, self.activation = x, out, activation
         self._kernel, self._layer_plan = kernel, plan
         self._sizes = [after - before for before, after in pairwise(plan.bounds)]
-        self._formats: list[Formats] = []  # that differ
-        self._row: dict[int, int] = {}  # of the table, by item; rows behind these are of second sections
-        self._known: set[int] = set()  # items whose places the device knows
+        self._formats: list[Formats] = []  # distinct formats
+        self._row: dict[int, int] = {}  # row of the table, by item; later rows are for second sections
+        self._known: set[int] = set()  # items whose places are on the device
 
     def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
         """Return the index of grouped tiles, or DECODE, and the work list of each launch that some items need.
@@ -272,7 +275,7 @@ class TritonStep:
             self._describe(fresh)
             self.x = rotated_inputs(self.x, self._formats[0][1].rotation)
         elif fresh:
-            # Before anything is waited for: the device has it done while bytes are on their way.
+            # Before any wait, so that the device has it done while bytes are in flight.
             place_experts(self._addresses, self._bits, self._places(fresh))
         if len(self._formats) > before:
             shape, precisions = self._kernel.shape_of(self._formats)
@@ -325,7 +328,7 @@ class TritonStep:
     def _cut(self, rows: Sequence[int]) -> Iterator[tuple[int, WorkList]]:
         """Return the launches of some rows of the table, ascending."""
         pieces = [piece for row in rows for piece in self._plan.pieces[row]]
-        # Where a launch begins: at another run, or behind an expert that is not among them.
+        # A launch begins at another run, or after an expert that is not among the rows.
         cuts = [
             number
             for number, (before, after) in enumerate(pairwise(pieces), 1)

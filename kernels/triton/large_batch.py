@@ -1,9 +1,10 @@
-"""What is launched around a large-batch step's products: counting, lists of groups, places of pairs; no host in any of
-it.
+"""The launches around a large-batch step's products; all of them without the host.
 
-Plain twin, bit for bit: ``vllm_dymoe.planner.large_batch``, which says what groups are. Names are those of ``Table``,
-``LayerPlan`` and ``LargeBatchWork``. Pairs are counted in chunks, side by side, and the program that decides any step
-adds chunks up; another program for each list makes it, out of the same few numbers.
+They count, write lists of groups, and place pairs.
+
+Plain twin, bit for bit: ``vllm_dymoe.planner.large_batch``, which explains groups. Names are those of ``Table``,
+``LayerPlan`` and ``LargeBatchWork``. Pairs are counted in parallel chunks, and the program that plans any step adds
+them up; then one program per list writes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
     ELEMENTS_AT_ONCE,
     WARPS,
@@ -23,6 +25,7 @@ from vllm_dymoe.kernels.triton.planner import (
     outside_of,
     plan_small_batch_on_gpu,
     tell_outside,
+    weights_of,
 )
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
@@ -36,24 +39,24 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    marks: Tensor | None = None, *, start: Start = run_kernel,
+    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """What ``plan_small_batch`` and then ``plan_large_batch`` do, in four launches.
+    """Run ``plan_small_batch`` and then ``plan_large_batch`` on the device, in four launches.
 
     Args:
         table: the tensors of a Table, by name.
-        layer: which of its layers.
+        layer: index of the layer.
         ids: int32 or int64 [tokens, top_k].
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real.
-        decision: the tensors of a Decision of the shape, by name.
+        plan: the tensors of a LayerPlan of the shape, by name.
         shape: of the step.
-        half: see ``plan_large_batch``, as for what follows.
-        ahead: a version, or 0.
-        steps: positions of an item of each class, two or more.
-        wide: the tensors of a LargeBatchWork, by name, for two of the classes or more; the last has all larger experts,
-            too.
-        marks: int8 [tokens], of tokens of prompts, if the shape has them.
+        half: see ``plan_large_batch``.
+        ahead: LOW, HIGH or 0, see ``plan_large_batch``.
+        steps: most positions of an item in each class, two classes or more.
+        large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
+        marks: int8 [tokens], marks of prompts' tokens, if the shape has them.
+        disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
@@ -69,6 +72,9 @@ def plan_large_batch_on_gpu(
     plan_small_batch_on_gpu(
         table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
     )
+    if disk_queue is not None:
+        ask(disk_queue, layer, plan, start=start)
+        take_sources(disk_queue, table, layer, plan, start=start)
     classes, long = large["work"].shape[1:3]
     numbers = (
         layer, shape.half, shape.streamed_groups, half, ahead, shape.items, classes, long, plan["slots"].stride(0),
@@ -80,7 +86,10 @@ def plan_large_batch_on_gpu(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
         {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
     )  # fmt: skip
-    placed = ids, rows, scratch, plan["rows"], plan["pairs"], large["ids"], table["staged_for"], table["outside"]
+    placed = (
+        ids, weights, rows, scratch, plan["rows"], plan["pairs"], large["ids"], large["weights"], table["staged_for"],
+        table["outside"], table["renormalizes"],
+    )  # fmt: skip
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,
           options)  # fmt: skip
 
@@ -93,14 +102,14 @@ def count_kernel(
     ids, weights, rows, scratch, chunk: tl.int32, chunks: tl.int32, positions: tl.int32, counted: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk of pairs every expert's positions and weights, and a pair's number among its expert's.
+    """Count each expert's positions and weights in a chunk of pairs, and number the pairs of each expert.
 
-    Grid [chunks, parts]: of all pairs, those of prompts, and those of heavy hitters.
+    Grid [chunks, parts]; the parts are all pairs, those of prompts, and those of heavy hitters.
 
     Args:
         ids: [parts, pairs].
-        scratch: as in ``LargeBatchShape.scratch``: 3 * WIDTH that the deciding program uses, sizes int32 [chunks,
-            WIDTH], sums int64 [chunks, WIDTH], numbers int32 [pairs].
+        scratch: as in ``LargeBatchShape.scratch``: 3 * WIDTH for the planning program, sizes int32 [chunks, WIDTH],
+            sums int64 [chunks, WIDTH], numbers int32 [pairs].
         chunk: pairs of a program.
         counted: elements of scratch for a part.
     """
@@ -111,7 +120,7 @@ def count_kernel(
     sizes_at = scratch + 3 * WIDTH + part * counted
     sums_at = (sizes_at + chunks * WIDTH).to(tl.pointer_type(tl.int64))
     ranks = sizes_at + 3 * chunks * WIDTH
-    count = tl.minimum(tl.load(rows) * TOP_K - at, chunk)
+    count = tl.minimum(tl.minimum(tl.load(rows) * TOP_K, positions) - at, chunk)
     of_part = ids + part * positions + at
     sizes, sums = count_pairs(of_part, weights + at, ranks + at, count, expert, EXPERTS, WIDTH, CHUNK)
     tl.store(sizes_at + number * WIDTH + expert, sizes)
@@ -141,13 +150,14 @@ def list_kernel(
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Groups, copies and work; grid [groups, classes], a list for each program, copies for the first, and what is
-    copied ahead for the second.
+    """Write the lists of groups, copies and work; grid [groups, classes], a list for each program.
+
+    The first class also writes copies, and the second what is copied ahead.
 
     Args:
         room: staging slots of a group.
         ahead: see ``plan_large_batch_on_gpu``.
-        most: items.
+        most: most items.
         long: elements of a list.
         apart: items from one slice to the next.
         addresses_apart: numbers from one slice's addresses to the next one's.
@@ -264,7 +274,7 @@ def _list_copy(span, begin, to, nbytes, copied):
 
 @triton.jit
 def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
-    """Rows from the first one on are (value, 0, 0)."""
+    """Set rows from the first one on to (value, 0, 0)."""
     for at in range(first // WIDTH * WIDTH, stop, WIDTH):
         inside = (at + lane >= first) & (at + lane < stop)
         _list_copy(rows + 3 * (at + lane), value, 0, 0, inside)
@@ -273,31 +283,35 @@ def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
 @triton.jit(
     do_not_specialize_on_alignment=[
         "ids",
+        "weights",
         "rows",
         "scratch",
         "item_rows",
         "item_pairs",
         "computed",
+        "computed_weights",
         "staged_for",
         "outside",
+        "renormalizes",
     ],
     do_not_specialize=["chunk", "chunks", "positions", "layer"],
 )
 def place_pairs_kernel(
-    ids, rows, scratch, item_rows, item_pairs, computed, staged_for, outside,
+    ids, weights, rows, scratch, item_rows, item_pairs, computed, computed_weights, staged_for, outside, renormalizes,
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The position of every pair, and the experts of those that have one; grid [chunks].
+    """Write the position of every pair, and the experts of those that have one; grid [chunks].
 
     Args:
         computed: int32 [pairs], experts, -1 for a pair that is not computed.
+        computed_weights: float32 [pairs], see ``weights_of``.
     """
     number = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     before = scratch + 3 * WIDTH + number * WIDTH
     ranks = scratch + (3 + 3 * chunks) * WIDTH
-    real = tl.load(rows) * TOP_K
+    real = tl.minimum(tl.load(rows) * TOP_K, positions)
     wrong = tl.full([WIDTH], -1, tl.int64)
     for first in range(number * chunk, tl.minimum((number + 1) * chunk, positions), WIDTH):
         pair = first + lane
@@ -309,6 +323,8 @@ def place_pairs_kernel(
         tl.store(item_pairs + position, pair, mask=inside)
         tl.store(item_rows + position, pair // TOP_K, mask=inside)
         tl.store(computed + pair, tl.where(inside, one_id, -1), mask=own)
+        weight = weights_of(weights, ids, scratch, pair, real, renormalizes, EXPERTS, TOP_K)
+        tl.store(computed_weights + pair, weight, mask=own)
         wrong = tl.maximum(wrong, outside_of(ids, pair, tl.where(own, real, 0), EXPERTS))
     tell_outside(outside + layer, wrong)
     if number == 0:

@@ -1,8 +1,8 @@
 """A large-batch step of one MoE layer as launches without the host: lists, copies, and products for each row class.
 
-How an expert is computed depends on the number of its tokens, as in the host-planned path (``plan.py``): the same bits.
-A class without work in a group is a launch of programs that end at once; a class of more tokens than the step has is
-not launched.
+How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits are
+the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the step
+has is not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.combine import combine
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
@@ -41,6 +42,7 @@ class TritonLargeBatch:
         precisions: bit-widths, or codebooks' tags, that may occur.
         tiles: sizes of programs.
         activation: applied between the projections.
+        disk_queue: brings what is missing into memory; None if all of it is there.
         scratch: decode's partial sums and semaphores; one layer at a time uses it.
     """
 
@@ -53,8 +55,10 @@ class TritonLargeBatch:
         tiles: Tiles,
         activation: Activation,
         scratch: Callable[[int, int], Scratch],
+        disk_queue: DeviceQueue | None = None,
     ) -> None:
         self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
+        self._disk_queue = disk_queue
         device, self._inner = table(0)["precision"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)
         self.layer_plan = plan = LayerPlan.allocate(
@@ -85,9 +89,9 @@ class TritonLargeBatch:
         self._parity = layer % 2
         plan_large_batch_on_gpu(
             self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
-            vars(self._lists[self._parity]), marks,
+            vars(self._lists[self._parity]), marks, self._disk_queue,
         )  # fmt: skip
-        self._x, self._weights = rotated_inputs(x, self._rotation), weights
+        self._x = rotated_inputs(x, self._rotation)
         self._hidden = x.new_empty(self.shape.positions, self._inner)
         self._out = x.new_empty(self.shape.positions, x.shape[1])
         if not self._launches:
@@ -127,7 +131,7 @@ class TritonLargeBatch:
 
     def finish(self) -> Tensor:
         """Sum each token's experts in one launch."""
-        return combine(self._out, self._weights, self.ids)
+        return combine(self._out, self._large.weights, self.ids)
 
 
 def _prepared_copies(spans: Tensor) -> PreparedLaunch:

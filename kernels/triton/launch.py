@@ -24,11 +24,14 @@ from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
 
 Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
-"""Of gate, up and down."""
+"""Formats of gate, up and down."""
 
 
 class Kind(NamedTuple):
-    """What kernels compile in from a matrix's format, beyond what all experts have in common; see MatrixFormat."""
+    """Compile-time constants of kernels for a matrix; see MatrixFormat.
+
+    Constants that all experts share are passed separately.
+    """
 
     bits: int
     integer_zeros: bool
@@ -50,17 +53,18 @@ class ExpertShape:
     intermediate: int
     group_size: int  # of every section below 16 bits
     dtype: torch.dtype  # of activations, scales and 16-bit weights
-    bias: bool = False  # whether every projection has one
+    bias: bool = False  # whether every projection has a bias
     integer_zeros: frozenset[int] = frozenset()  # bit-widths whose zeros count steps of their scale
-    act_order: frozenset[int] = frozenset()  # bit-widths whose columns are stored in an order of their own
+    act_order: frozenset[int] = frozenset()  # bit-widths whose columns are reordered
     has_gate: bool = True
     nested: int = 0
-    """Bits of the codes that are two sections, of upper and of lower halves; half as many are the upper halves alone. 0
-    if there are none."""
+    """Bits of the codes that are stored in two sections, of upper and of lower halves; half as many bits are the
+    upper halves alone. 0 if there are none.
+    """
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
-        """Return what experts of some formats and other kinds have in common; a group size counts below 16 bits only.
+        """Return what experts of some formats and other kinds have in common; group sizes matter below 16 bits only.
 
         Raises ValueError if they cannot share a launch.
         """
@@ -71,16 +75,16 @@ class ExpertShape:
             if len(values) > 1:
                 raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
         if len({fmt.encoding.lattice for fmt in every}) > 1:
-            raise ValueError("work holds points of a lattice, whose inputs are rotated, and other codes")
+            raise ValueError("work mixes lattice codes, whose inputs are rotated, with other codes")
         if len({fmt.bias for fmt in every}) > 1:
-            raise ValueError("work holds projections with a bias and projections without one")
+            raise ValueError("work mixes projections with and without a bias")
         found = set(map(Kind.of, every)).union(kinds)
         nested = {kind.nested for kind in found} - {0}
         mixed = any({kind.bits, 2 * kind.bits} & nested for kind in found if not kind.nested)
         if len({kind.bits for kind in found}) < len(found) or len(nested) > 1 or mixed:
             raise ValueError(
-                "work holds matrices of the same bits with and without integer zeros or an order of columns, "
-                "or whole codes beside halves of codes"
+                "work mixes matrices of the same bits with and without integer zeros or a column order, "
+                "or whole codes and halves of codes"
             )
         steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
         act_order = frozenset(kind.bits for kind in found if kind.act_order)
@@ -90,8 +94,9 @@ class ExpertShape:
         return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
 
     def formats(self, bits: int) -> Formats:
-        """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I] at some bits, or with a codebook's
-        tag.
+        """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I].
+
+        ``bits`` may be a codebook's tag.
         """
         encoding = WHOLE[bits]
         if self.nested:
@@ -114,14 +119,14 @@ class ExpertTable:
     """
 
     shape: ExpertShape
-    precisions: frozenset[int]  # bit-widths, or codes' tags, that `bits` may hold
+    precisions: frozenset[int]  # bit-widths, or encodings' tags, that `bits` may hold
     addresses: Tensor  # int64 [experts, 3], sections of gate, up and down, each a multiple of 16
     bits: Tensor  # int32 [experts, 3]
     destinations: Tensor | None = None
-    """int64 [experts, 3], where decode stores the sections too, 0 for nowhere; None to fetch nothing."""
+    """int64 [experts, 3], where decode also stores the sections, 0 for nowhere; None to fetch nothing."""
     residual: Tensor | None = None
-    """int64 [experts, 3], sections of lower halves where bits are the shape's nested ones; None if it has none."""
-    residual_destinations: Tensor | None = None  # like destinations, if there are both
+    """int64 [experts, 3], residual sections of experts with the shape's nested bits; None if it has none."""
+    residual_destinations: Tensor | None = None  # like destinations, if both exist
 
     def __post_init__(self) -> None:
         check_tensor("addresses", self.addresses, shape=(None, 3), dtype=torch.int64)
@@ -131,9 +136,9 @@ class ExpertTable:
                 check_tensor(name, tensor, shape=tuple(self.addresses.shape), dtype=torch.int64)
         if self.shape.nested:
             if self.residual is None:
-                raise ValueError("fine is missing, but the shape has nested codes")
+                raise ValueError("residual is missing, but the shape has nested codes")
             if (self.residual_destinations is None) != (self.destinations is None):
-                raise ValueError("destinations and residual_destinations go together where codes are nested")
+                raise ValueError("nested codes need both destinations and residual_destinations, or neither")
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -150,9 +155,7 @@ class ExpertTable:
 
     @property
     def places(self) -> tuple[Tensor, ...]:
-        """Return where decode reads and stores. A tensor that the table does not have is replaced by another one and
-        not read.
-        """
+        """Return where decode reads and stores; a missing tensor is replaced by another one, which is not read."""
         parts = self.addresses, self.destinations, self.residual, self.residual_destinations
         return tuple(self.addresses if part is None else part for part in parts)
 
@@ -203,8 +206,8 @@ class Scratch:
 class Weighting:
     """How decode_down sums a token's experts."""
 
-    weights: Tensor  # float32 [tokens, top_k], of the router
-    computed: Tensor  # int32 [tokens, top_k], 1 for the pairs that are in the work list, 0 for the others
+    weights: Tensor  # float32 [tokens, top_k], from the router
+    computed: Tensor  # int32 [tokens, top_k], 1 for pairs in the work list, 0 for others
 
 
 def decode_gate_up(
@@ -218,7 +221,7 @@ def decode_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
+    """Compute hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
 
     Args:
         x: [tokens, hidden] in the experts' dtype, rotated if the shape says so.
@@ -254,15 +257,15 @@ def decode_down(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Apply down projections to what decode_gate_up left, for all experts in one launch.
+    """Apply down projections to the result of decode_gate_up, for all experts in one launch.
 
     Without a weighting out[pair] = down(hidden[position]). With one, out[token] is the weighted sum over the token's
-    computed pairs, in ascending k, bit for bit what combine makes of unweighted outputs. Tokens without a computed pair
-    keep their contents, or become zero if the work's last item is (-1, 0, tokens).
+    computed pairs, in ascending k, bit for bit as combine sums unweighted outputs. Tokens without a computed pair keep
+    their contents, or become zero if the work's last item is (-1, 0, tokens).
 
     Args:
         hidden: [positions, intermediate] in the experts' dtype.
-        out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; overwritten where named.
+        out: [tokens * top_k, hidden] or, with a weighting, [tokens, hidden]; computed rows are overwritten.
         table: the experts. With destinations, down is stored there as well.
         scratch: as for decode_gate_up, or with a weighting.
 
@@ -341,7 +344,7 @@ def grouped_down(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """out[pair] = down(hidden[position]) on tensor cores; see decode_down and grouped_gate_up."""
+    """Compute out[pair] = down(hidden[position]) on tensor cores; see decode_down and grouped_gate_up."""
     _check_states(out, None, hidden, work, table.shape, "out")
     sizes = {"ROWS": table.shape.hidden, "COLUMNS": table.shape.intermediate}
     _grouped(start, grouped_down_kernel, table, work, tile, (hidden, out), work.pairs, sizes)

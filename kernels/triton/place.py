@@ -41,7 +41,7 @@ def place_experts(addresses: Tensor, bits: Tensor, places: Sequence[Place], *, s
     """
     for first in range(0, len(places), AT_ONCE):
         some = places[first : first + AT_ONCE]
-        some = [*some, *[some[-1]] * (AT_ONCE - len(some))]  # the last one again changes nothing
+        some = [*some, *[some[-1]] * (AT_ONCE - len(some))]  # repeats the last one, which changes nothing
         numbers: list[int] = []
         for row, sections, (gate, up, down) in some:
             numbers += row, *sections, gate | up << 16 | down << 32

@@ -1,7 +1,7 @@
 """Chooses the launches of a layer's step from the number of each expert's tokens.
 
 Positions of a work list are counted from the beginning of a *run*: as many experts of one class as the workspace holds.
-Any neighbours of a run can share a launch, and the result of an expert does not depend on which do.
+Any adjacent experts of a run can share a launch, and the result of an expert does not depend on which ones do.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Plan:
     runs: list[Run]
     items: list[list[int]]  # expert's row, first and last + 1 of its positions in their run
     pieces: list[list[tuple[int, int, int]]]
-    """Of each row, (run, first and last + 1 of its items); several for what no run holds at once."""
+    """For each row, (run, first and last + 1 of its items); several for an expert that no run holds at once."""
 
 
 def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
@@ -65,7 +65,7 @@ def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
 
 
 def token_class(tiles: Tiles, tokens: int) -> int:
-    """Return DECODE, or the index of the grouped tiles for an expert with so many tokens."""
+    """Return DECODE, or the index of the grouped tiles for an expert with ``tokens`` tokens."""
     if tokens <= tiles.decode_tokens:
         return DECODE
     holding = (number for number, tile in enumerate(tiles.grouped_down) if tokens <= tile.block_m)

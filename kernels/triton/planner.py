@@ -1,11 +1,11 @@
-"""A layer's step decided on the device, in one program: which experts, at which precision, from where, to where.
+"""The planner of a layer's step on the device, in one program.
 
 Plain twin, bit for bit: ``vllm_dymoe.planner.small_batch.plan_small_batch``. Names are those of ``Table`` and
-``LayerPlan`` beside it. All that is compared is an integer: no order of additions decides.
+``LayerPlan`` there. Only integers are compared, so no order of additions matters.
 
-One program of four warps is enough. Everything about experts is a vector of WIDTH of them, and pairs go by in chunks.
-What takes a turn for each expert (its slot, its victim) takes it for misses only, each of which occupies the link for
-a hundred times as long.
+One program of four warps is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
+chunks. Work that takes a turn for each expert (its slot, its victim) is done for misses only, each of which occupies
+the link a hundred times as long.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from vllm_dymoe.planner.constants import (
 )
 from vllm_dymoe.planner.threshold import GAIN, MOST
 
-# Of a chunk of pairs times experts: 16 for each thread, and twice as many registers where they are int64.
+# Elements of a chunk of pairs times experts: 16 for each thread, and twice as many registers if they are int64.
 ELEMENTS_AT_ONCE = 2048
 WARPS = 4
 
@@ -65,6 +65,9 @@ _OF_TABLE = (
     "slot_bytes",
     "source",
     "reuse_high",
+    "evicts",
+    "admits",
+    "renormalizes",
     "counters",
     "outside",
     "recording",
@@ -74,7 +77,7 @@ _OF_TABLE = (
 )
 _OF_PLAN = (
     "count", "experts", "precisions", "slots", "action", "bits", "addresses", "destinations", "work", "rows", "pairs",
-    "computed", "scratch",
+    "computed", "weights", "scratch",
 )  # fmt: skip
 
 
@@ -91,18 +94,18 @@ def plan_small_batch_on_gpu(
     on_cpu: bool = False,
     start: Start = run_kernel,
 ) -> None:
-    """What ``plan_small_batch`` does, in one launch.
+    """Run ``plan_small_batch`` on the device, in one launch.
 
     Args:
         table: the tensors of a Table, by name.
-        layer: which of its layers.
+        layer: index of the layer.
         ids: int32 or int64 [tokens, top_k].
         weights: float32 [tokens, top_k].
         rows: int32 [1], how many tokens are real.
-        decision: the tensors of a Decision for so many tokens, by name.
-        chunks: of a large-batch step, whose pairs ``wide`` has counted and will place.
-        marked: those of prompts and of heavy hitters have been counted, too.
-        there: whether the host may compute some experts; without, the table's costs are not looked at.
+        plan: the tensors of a LayerPlan for these tokens, by name.
+        chunks: of a large-batch step, whose pairs ``large_batch`` has counted and will place.
+        marked: pairs of prompts and of heavy hitters have been counted, too.
+        on_cpu: whether the CPU may execute some experts; otherwise the table's costs are not read.
         start: launch, or only compile.
 
     Raises:
@@ -184,6 +187,9 @@ def decide_kernel(
     slot_bytes,
     source,
     reuse_high,
+    evicts,
+    admits,
+    renormalizes,
     counters,
     outside,
     recording,
@@ -202,6 +208,7 @@ def decide_kernel(
     item_rows,
     item_pairs,
     item_computed,
+    item_weights,
     item_scratch,
     layer: tl.int32,
     layers: tl.int32,
@@ -220,7 +227,7 @@ def decide_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """See ``decide`` and, for every tensor, Table and Decision; grid [1].
+    """Plan a layer's step; tensors are columns of Table and LayerPlan; grid [1].
 
     Args:
         item_scratch: int32 [3 * WIDTH + tokens * TOP_K], contents do not matter.
@@ -233,15 +240,15 @@ def decide_kernel(
         EXPERTS: of a layer.
         TOP_K: of a token.
         COUNTERS: columns.
-        NESTED: whether the low version lies inside the high one.
-        WIDE: pairs are counted already, and placed later; nothing is recorded.
-        MARKED: prompts and other tokens have measures of their own, of which an expert needs to meet one.
-        CPU: whether the host computes some of the experts.
+        NESTED: whether versions are nested.
+        LARGE: pairs are counted already, and placed later; nothing is recorded.
+        MARKED: prompts and other tokens have their own measures, and an expert needs to meet one of them.
+        CPU: whether the CPU executes some of the experts.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
-    tl.store(planned, layer)  # copies of predictions for this layer stop
-    real = tl.load(rows)
+    tl.store(planned, layer)  # copies of predicted experts for this layer stop
+    real = tl.minimum(tl.load(rows), tokens)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     ranks = item_scratch + 3 * WIDTH
@@ -255,7 +262,7 @@ def decide_kernel(
             tl.store(ring_rows + at, real)
         sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
-    counted = sums != 0  # whose weights are usable
+    counted = sums != 0  # those with usable weights
     others = active
     of_prompts = expert < 0  # none
     wanted_prompts = tl.zeros([WIDTH], tl.int32)
@@ -284,8 +291,14 @@ def decide_kernel(
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
     own_slot = tl.load(slot + row, mask=known, other=-1)
     warmth = tl.load(score + row, mask=known, other=0)
-    warmth = warmth - (warmth >> _AGING) + tl.where(uses & counted, _USE, 0)
-    last_use = tl.where(uses & counted, number, tl.load(used_at + row, mask=known, other=0))
+    keeps = tl.load(admits) != 0
+    order = tl.load(evicts)
+    first_in = order == 0
+    aging = tl.where(order == 1, _AGING, 0)
+    arrives = uses & ((held == 0) & first_in)
+    scored = (uses & counted) & (first_in == 0)
+    warmth = tl.where(first_in, warmth, warmth - (warmth >> aging)) + tl.where(scored, _USE, 0)
+    last_use = tl.where(scored | arrives, number, tl.load(used_at + row, mask=known, other=0))
     key = (warmth << _STEP_BITS) + last_use
     reuse = tl.load(reuse_high) != 0
     wants_high = uses & (wanted == 2)
@@ -296,8 +309,11 @@ def decide_kernel(
         residual_row = layers * EXPERTS + row
         own_residual = tl.load(slot + residual_row, mask=known, other=-1)
         residual_warmth = tl.load(score + residual_row, mask=known, other=0)
-        residual_warmth = residual_warmth - (residual_warmth >> _AGING) + tl.where(wants_high & counted, _USE, 0)
-        residual_use = tl.where(wants_high & counted, number, tl.load(used_at + residual_row, mask=known, other=0))
+        aged = tl.where(first_in, residual_warmth, residual_warmth - (residual_warmth >> aging))
+        residual_scored = wants_high & scored
+        residual_warmth = aged + tl.where(residual_scored, _USE, 0)
+        residual_use = tl.load(used_at + residual_row, mask=known, other=0)
+        residual_use = tl.where(residual_scored | arrives, number, residual_use)
         hit = uses & (held >= wanted)
         computed_precision = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
@@ -305,18 +321,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses, low_misses, held > 0, uses, warmth, key, own_slot, expert, WIDTH
-        )
+            low_quota, low_first, scratch, uses, low_misses & keeps, held > 0, uses, warmth, key, own_slot, expert,
+            WIDTH,
+        )  # fmt: skip
         whole = (held == 2) & (low_gone == 0)
         residual_key = (residual_warmth << _STEP_BITS) + residual_use
         high_kept, high_gone, now_residual = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses & ((held > 0) | low_kept), whole, uses,
+            high_quota, high_first, scratch, wants_high, high_misses & (keeps & ((held > 0) | low_kept)), whole, uses,
             residual_warmth, residual_key, tl.where(whole, own_residual, -1), expert, WIDTH,
         )  # fmt: skip
         now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
@@ -329,19 +346,19 @@ def decide_kernel(
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota, high_quota,
-                wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota,
+                high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
         high_kept, high_gone, now_slot = _find_places(
-            high_quota, high_first, scratch, wants_high, high_misses, held == 2, uses, warmth, key, own_slot, expert,
-            WIDTH,
+            high_quota, high_first, scratch, wants_high, high_misses & keeps, held == 2, uses, warmth, key, own_slot,
+            expert, WIDTH,
         )  # fmt: skip
-        low = (held == 1) & (high_kept == 0)  # others are superseded by their high version
+        low = (held == 1) & (high_kept == 0)  # the other low versions are superseded by high ones
         low_kept, low_gone, now_slot = _find_places(
-            low_quota, low_first, scratch, uses & (wanted == 1), low_misses, low, uses, warmth, key, now_slot, expert,
-            WIDTH,
+            low_quota, low_first, scratch, uses & (wanted == 1), low_misses & keeps, low, uses, warmth, key, now_slot,
+            expert, WIDTH,
         )  # fmt: skip
         now = tl.where(high_kept, 2, tl.where(low_kept, 1, tl.where(high_gone | low_gone, 0, held)))
 
@@ -475,34 +492,38 @@ def decide_kernel(
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
             wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
+            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K)
+            tl.store(item_weights + pair, weight, mask=pair < tokens * TOP_K)
         tell_outside(outside + layer, wrong)
 
 
 @triton.jit
 def _executed_on_cpu(
-    cpu_costs, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
+    cpu_costs, keeps, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """bool [WIDTH]: which misses the host computes where they lie.
+    """Return which misses the CPU executes, bool [WIDTH].
 
     Args:
-        there: of the table.
-        low_misses: bool [WIDTH], which lack a low version, or base.
-        high_misses: which lack a high version, or residual slice.
-        lows: how many the layer has of the former.
-        highs: of the latter.
-        low_quota: where it says how many it may have.
-        high_quota: likewise.
-        wanted: int32 [WIDTH], like what follows.
-        sizes: rows.
-        warmth: int64.
+        cpu_costs: of the table.
+        low_misses: bool [WIDTH], experts that lack a low version, or base.
+        high_misses: bool [WIDTH], experts that lack a high version, or residual slice.
+        lows: number of low versions, or bases, that the layer holds.
+        highs: number of high versions, or residual slices, that it holds.
+        low_quota: pointer to the quota of the former.
+        high_quota: pointer to the quota of the latter.
+        wanted: int32 [WIDTH], wanted versions.
+        sizes: int32 [WIDTH], rows.
+        warmth: int64 [WIDTH], scores.
     """
     link = tl.where(low_misses, tl.load(cpu_costs + 4), 0) + tl.where(high_misses, tl.load(cpu_costs + 8), 0)
     first = tl.load(cpu_costs + 4 * wanted + 1)
     host = first + (sizes - 1) * tl.load(cpu_costs + 4 * wanted + 2)
     may = (first > 0) & (sizes <= tl.load(cpu_costs + 4 * wanted + 3)) & (link > 0)
-    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > tl.load(low_quota) - lows))
-    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > tl.load(high_quota) - highs))
+    low_free = tl.where(keeps, tl.load(low_quota) - lows, 0)
+    high_free = tl.where(keeps, tl.load(high_quota) - highs, 0)
+    may = may & ((low_misses == 0) | (tl.cumsum(low_misses.to(tl.int32), 0) > low_free))
+    may = may & ((high_misses == 0) | (tl.cumsum(high_misses.to(tl.int32), 0) > high_free))
     longer = tl.sum(link, 0)
     busy = tl.load(cpu_costs)
     far = expert < 0  # none
@@ -521,22 +542,22 @@ def _executed_on_cpu(
 def _find_places(
     quota_at, first_at, scratch, wanting, missing, here, uses, warmth, key, slot, expert, WIDTH: tl.constexpr
 ):
-    """Places of one kind for experts that miss it: free ones, and then those of colder experts that are not used.
+    """Find places of one kind for misses: free ones, and then those of colder experts that are not used.
 
     Args:
-        quota_at: of the layer, like what follows.
-        first_at: its first slot.
+        quota_at: pointer to the layer's quota.
+        first_at: pointer to its first slot.
         scratch: int32 [WIDTH].
-        wanting: bool [WIDTH], like what follows; if these are more than the share, the hottest come first.
-        missing: which experts look for a place.
-        here: which have one.
-        uses: which may not lose it.
-        warmth: int64 [WIDTH].
+        wanting: bool [WIDTH], experts that use this kind; if they exceed the quota, the hottest come first.
+        missing: bool [WIDTH], experts that need a place.
+        here: bool [WIDTH], experts that have one.
+        uses: bool [WIDTH], experts that may not lose it.
+        warmth: int64 [WIDTH], scores.
         key: int64 [WIDTH], orders victims.
-        slot: int32 [WIDTH], of all experts; in this pool where `here` says so.
+        slot: int32 [WIDTH], slots of all experts; in this pool where `here` is set.
 
     Returns:
-        Which experts are kept, which go, and the slots after that.
+        Which experts are admitted, which are evicted, and the slots afterwards.
     """
     kept = missing & (expert < 0)  # none
     gone_for_good = kept
@@ -548,7 +569,7 @@ def _find_places(
         order = tl.where(wide, warmth, 0)
         vacant = _vacant(here, slot - first, quota, scratch, expert)
         victims = tl.where(here & (uses == 0), key, _NONE)
-        # Where the hottest come first, those behind the first one that finds no place find none either.
+        # If the hottest come first, no expert after the first one without a place finds one either.
         turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
         for turn_number in range(turns):
             hottest = tl.max(tl.where(missing, order, -1), 0)
@@ -576,7 +597,7 @@ def _find_places(
 
 @triton.jit
 def _staging_slots(staging, prefetched, passes):
-    """int32 [WIDTH]: a staging slot for each of those that pass, as long as there are some; -1 for the others.
+    """Return a staging slot for each passing expert, as long as there are some; -1 for others: int32 [WIDTH].
 
     The first slots are those of predicted experts.
     """
@@ -590,9 +611,11 @@ def _list_slices(
     item_slots, item_action, item_addresses, item_destinations, item, to, ahead_slot, ahead, action, uses,
     computed, pool, slot_bytes, source, offsets, empty, expert,
 ):  # fmt: skip
-    """Where items read one slice, or a version that is one, and where it goes; what is not computed has no address.
+    """Write where items read one slice, or a separate version, and where it is copied.
 
-    Of what misses the first projections are read where they were fetched ahead: `ahead` of them, in `ahead_slot`.
+    Items not computed get no address.
+
+    The first projections of a miss are read where they were fetched ahead: `ahead` of them, in `ahead_slot`.
     """
     tl.store(item_slots + item, tl.where(computed, to, -1), mask=uses)
     tl.store(item_action + item, tl.where(computed, action, 0), mask=uses)
@@ -640,26 +663,26 @@ def _count_ahead(counts, offsets, slot_bytes, code, ahead):
 
 @triton.jit
 def number_of(those):
-    """How many."""
+    """Return how many elements are set."""
     return tl.sum(those.to(tl.int32), 0)
 
 
 @triton.jit
 def bytes_ahead(offsets, slot_bytes, precision, projections):
-    """int64, of experts of whose projections the first ones are fetched ahead; 0 for none."""
+    """Return the bytes of the first projections that were fetched ahead, int64; 0 for none."""
     part = tl.load(offsets + 3 * precision + tl.where(projections < 3, projections, 0))
     return tl.where(projections == 3, tl.load(slot_bytes + precision), part)
 
 
 @triton.jit
 def add_to(counts, which, value):
-    """One program at a time does."""
+    """Add to a counter; one program at a time runs."""
     tl.store(counts + which, tl.load(counts + which) + value)
 
 
 @triton.jit
 def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """Experts of some pairs, int32, and which of them this rank has; -1 for the others."""
+    """Return the experts of some pairs, int32, and which of them this rank has; -1 for the others."""
     one_id = tl.load(ids + pair, mask=pair < count, other=-1)
     inside = (one_id >= 0) & (one_id < EXPERTS)
     return tl.where(inside, one_id, -1).to(tl.int32), inside
@@ -667,14 +690,37 @@ def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 @triton.jit
 def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """int64, the numbers that are neither an expert's nor -1, as ``Table.outside`` has them; -1 for the others."""
+    """Return ids that are neither an expert's nor -1, int64 as in ``Table.outside``; -1 for the others."""
     one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int64)
     return tl.where((one_id < -1) | (one_id >= EXPERTS), one_id & _NONE, -1)
 
 
 @triton.jit
+def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+    """float32, the weights of some pairs, which take over those of a token's skipped experts if it is asked for.
+
+    Args:
+        begins: int32, negative for an expert that is not computed.
+        pair: the pairs' numbers; weights from `count` on are 0.
+        renormalizes: of the table.
+    """
+    weight = tl.load(weights + pair, mask=pair < count, other=0.0)
+    if tl.load(renormalizes) != 0:
+        here = tl.where(pair < 0, weight, 0.0)  # zeros
+        stays = here
+        for k in range(TOP_K):
+            other = pair // TOP_K * TOP_K + k
+            one_id, inside = ids_of(ids, other, count, EXPERTS)
+            one = tl.load(weights + other, mask=inside, other=0.0)
+            here += one
+            stays += tl.where(tl.load(begins + one_id, mask=inside, other=-1) >= 0, one, 0.0)
+        weight = weight * tl.where(stays > 0, tl.div_rn(here, stays), 1.0)
+    return weight
+
+
+@triton.jit
 def tell_outside(outside, wrong):
-    """Keep the highest of such numbers, if there are any."""
+    """Store the highest id of no expert, if there is one."""
     highest = tl.max(wrong, 0)
     if highest >= 0:
         tl.atomic_max(outside, highest)
@@ -692,9 +738,11 @@ def _record(ids, weights, ring_ids, ring_weights, at, count, EXPERTS: tl.constex
 
 @triton.jit
 def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Each expert's positions and sum of weights, int32 and int64 [WIDTH]; a pair's number among its expert's to ranks.
+    """Return each expert's positions and sum of weights, int32 and int64 [WIDTH].
 
-    Weights are summed as whole multiples of 1 / _UNIT, with one more for each that is usable: 0 for none.
+    Numbers each expert's pairs in ``ranks``.
+
+    Weights are summed as integers in 1 / _UNIT, with one more unit for each that is usable: 0 for none.
     """
     sizes = tl.zeros([WIDTH], tl.int32)
     sums = tl.zeros([WIDTH], tl.int64)
@@ -716,7 +764,10 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
 
 @triton.jit
 def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
-    """Sizes and sums of all chunks, see ``wide.count_kernel``; in their place those of the chunks before each."""
+    """Add up sizes and sums of all chunks, see ``count_kernel``.
+
+    Replaces those of each chunk by the totals of the chunks before it.
+    """
     sizes = tl.zeros([WIDTH], tl.int32)
     sums = tl.zeros([WIDTH], tl.int64)
     sums_at = (counted + chunks * WIDTH).to(tl.pointer_type(tl.int64))
@@ -733,10 +784,10 @@ def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
 def precisions_of(
     active, number, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None
 ):
-    """int32 [WIDTH]: 2 for the most important, 1 for other active, of which so many have weights that are usable.
+    """Return versions, int32 [WIDTH]: HIGH for the most important active experts, LOW for the others.
 
-    These are the ones above the threshold; without one as many as are critical, of equal ones the first. With hits
-    these come first, and then sums. Of scratch int32 [3 * WIDTH] are used.
+    ``number`` experts are active with usable weights. High are those above the threshold, or without one as many as are
+    critical, among equals the first. With hits these order experts first, then sums. Uses int32 [3 * WIDTH] of scratch.
     """
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)
@@ -745,7 +796,8 @@ def precisions_of(
         is_above = (parts * number << 16) > (tl.load(threshold) >> 16) * tl.sum(parts, 0)
         most = tl.max(tl.where(active, sums, -1), 0)
         first = tl.min(tl.where(active & (sums == most), expert, WIDTH), 0)
-        wanted = tl.where(active & (is_above | (expert == first)), 2, tl.where(active, 1, 0))
+        always = (expert == first) & (tl.load(threshold + 1) != 0)
+        wanted = tl.where(active & (is_above | always), 2, tl.where(active, 1, 0))
     elif high < number:
         importance = tl.where(active, sums, -1)
         at = scratch.to(tl.pointer_type(tl.int64))
@@ -769,7 +821,7 @@ def precisions_of(
 
 @triton.jit
 def _follow(threshold, high, active):
-    """Move it after a layer, as ``planner.threshold.follow`` does."""
+    """Move the threshold after a layer, as ``planner.threshold.follow`` does."""
     retention = tl.load(threshold + 1)
     if (retention >= 0) & ((active > 0) & (active * retention >= 65536)):
         error = (high << 16) // tl.maximum(active, 1) - retention
@@ -778,7 +830,7 @@ def _follow(threshold, high, active):
 
 @triton.jit
 def _vacant(named, place, quota, scratch, expert):
-    """bool [WIDTH]: slots of a layer's range, counted from its beginning, that no row names."""
+    """Return which slots of a layer's range no row names, counted from its beginning: bool [WIDTH]."""
     tl.store(scratch + expert, 0)
     tl.debug_barrier()
     tl.store(scratch + place, 1, mask=named & (place >= 0) & (place < quota))

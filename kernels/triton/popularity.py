@@ -1,4 +1,4 @@
-"""Popularity on the device: counts what a layer wants, and names what the next one wanted most often, in one launch.
+"""Popularity on the device, in one launch: counts a layer's experts, and predicts the next layer's by counts.
 
 Plain twin, bit for bit: ``vllm_dymoe.prefetch.on_device.count_and_name``.
 """
@@ -15,16 +15,16 @@ def count_and_name_on_gpu(
     counts: Tensor, predicted: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int, named: int,
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Do what ``count_and_name`` does.
+    """Run ``count_and_name`` on the device.
 
     Args:
         counts: int64 [layers, experts].
-        predicted: int32 [layers, experts], where names are written.
+        predicted: int32 [layers, experts], where predictions are written.
         ids: int32 or int64 [tokens, top_k] of a small batch, negative where another rank has the expert.
         rows: int32 [1], number of real tokens.
-        fade: each step takes a share of 2 ** -fade of a count.
+        fade: each step subtracts a share of 2 ** -fade from a count.
         unit: of one use.
-        named: how many experts are named at most.
+        named: most experts to predict.
     """
     layers, experts = counts.shape
     sizes = {"TOP_K": ids.shape[1], "EXPERTS": experts, "WIDTH": experts_width(experts)}
@@ -40,7 +40,7 @@ def popularity_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, FADE: tl.constexpr, UNIT: tl.constexpr,
     NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]."""
+    """See ``count_and_name``; grid [1]."""
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     pairs = tl.load(rows) * TOP_K

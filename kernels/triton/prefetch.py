@@ -15,9 +15,10 @@ from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
 from vllm_dymoe.planner.prefetch import MOST_SCORE, NAMED, UNITS
 
-# Each has 8 KiB on its way, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB. They stop within as much.
+# Each program has 8 KiB in flight, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB. They stop within that
+# many bytes.
 _PROGRAMS = 32
-_WORDS = tl.constexpr(2048)  # int32, of a program at a time
+_WORDS = tl.constexpr(2048)  # int32 words that a program copies at a time
 _NAMED, _UNITS, _MOST_SCORE = tl.constexpr(NAMED), tl.constexpr(float(UNITS)), tl.constexpr(float(MOST_SCORE))
 
 _LISTED_BY = (
@@ -62,13 +63,13 @@ def list_predicted_on_gpu(
     table: Mapping[str, Tensor], layer: int, rows: Tensor, projections: int, out: Mapping[str, Tensor],
     look_ahead: int = 1, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Do what ``list_predicted`` does, in one launch.
+    """Run ``list_predicted`` on the device, in one launch.
 
     Args:
         table: the tensors of a Table, by name, as ``Table.at`` gives them for the layer.
         layer: index of the layer in the table.
         rows: int32 [1], number of real tokens.
-        projections: how many of an expert are copied.
+        projections: how many projections of an expert are copied.
         out: the tensors of a PrefetchList, by name; rows of copies after the last one keep their values.
         look_ahead: layers that copies are listed for.
     """
@@ -86,7 +87,7 @@ def copy_predicted_on_gpu(
 ) -> None:  # fmt: skip
     """Make the listed copies in one launch, until the plan of ``layer`` begins; each is published when complete.
 
-    A program is one warp, so that all of its lanes see the same value where it asks whether to go on.
+    A program is one warp, so that all of its lanes see the same value when it checks whether to continue.
     """
     columns = listed["copies"], listed["count"], listed["arrivals"], table["planned"], table["staged"]
     sizes = {"PROGRAMS": _PROGRAMS}

@@ -1,4 +1,4 @@
-"""The input rotation of lattice codes: signs, and a Hadamard transform in blocks of neighbouring columns.
+"""The input rotation of lattice codes: signs, and a Hadamard transform in blocks of adjacent columns.
 
 Inputs of gate and up are rotated in one launch, because each of their programs needs all columns. Inputs of down are
 rotated by the programs that compute them, which hold whole blocks. The plain twin of both is ``kernels/lattice.py``,
@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
-_LEAST_COLUMNS = 1024  # of a program: eight for each thread of four warps, one load of 16 bytes
+_LEAST_COLUMNS = 1024  # fewest columns of a program: eight for each thread of four warps, one load of 16 bytes
 
 
 def rotate_inputs(x: Tensor, into: Tensor, block: int, *, start: Start = run_kernel) -> None:
@@ -72,7 +72,7 @@ def rotate(values, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pairs(values, HALF: tl.constexpr):
-    """Replace each two values that are HALF columns apart by their sum and difference."""
+    """Replace values that are HALF columns apart by their sum and difference."""
     pairs = values.reshape(values.shape[0], values.shape[1] // (2 * HALF), 2, HALF)
     second = tl.arange(0, 2)[None, None, :, None] == 1
     sums = tl.sum(pairs, 2, keep_dims=True)

@@ -5,15 +5,16 @@ dequantized tiles to them through shared memory would cost more than the product
 instructions per weight: an H200 issues about 3.5 of them in the time in which its memory delivers one 4-bit weight.
 
 - A thread keeps one word of a column: eight rows at 4 bits. It walks along the columns, taking every fourth one of a
-strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end. - A code becomes a float
-by writing it into the mantissa of 1.0: (word & mask) | 0x3F800000 is exactly 1 + code / 2^n, one instruction and no
-conversion. The sum of x that this adds is known, and subtracted once per strip. - Scale and zero are applied once per
-strip, to the strip's sums: the sum of x ((code - mid) scale + zero) is scale sum(x code) + (zero - mid scale) sum(x). -
-A warp owns a strip of up to 64 columns of one group, so that the line above is rare. - Eight codes of a thread's word
-are a lattice point, whose parity shifts all of them: it flips the sign of x in a separate sum, four instructions for
-eight weights. Each row has one scale, applied at the end. - Where columns are stored in an order of their own, x is
-read in that order: one more load per x, which all rows of a word share, an eighth to a sixth more instructions. A
-separate kernel that sorts x would cost a launch.
+  strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end.
+- A code becomes a float by writing it into the mantissa of 1.0: (word & mask) | 0x3F800000 is exactly 1 + code / 2^n,
+  one instruction and no conversion. The sum of x that this adds is known, and subtracted once per strip.
+- Scale and zero are applied once per strip, to the strip's sums: the sum of x ((code - mid) scale + zero) is scale
+  sum(x code) + (zero - mid scale) sum(x).
+- A warp handles a strip of up to 64 columns of one group, so that the line above is rare.
+- Eight codes of a thread's word are a lattice point, whose parity shifts all of them: it flips the sign of x in a
+  separate sum, four instructions for eight weights. Each row has one scale, applied at the end.
+- If columns are reordered, x is read in their order: one more load per x, which all rows of a word share, an eighth to
+  a sixth more instructions. A separate kernel that sorts x would cost a launch.
 
 The order of every sum depends on the shape alone, never on where the bytes are.
 """
@@ -58,18 +59,18 @@ def quantized_rows(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Products with one block of 64 rows of 8, 4 or 2 bits, over one part of the columns.
+    """Return products with one block of 64 rows of 8, 4 or 2 bits, over one part of the columns.
 
     Args:
         section: int64 address.
         residual: int64 address of the residual section, if NESTED is BITS.
         block: index of the 64 rows.
         x: pointer to a row.
-        apart: int64, elements from there to the second token's row, if TOKENS is 2.
+        apart: int64, distance to the second token's row in elements, if TOKENS is 2.
         split: index of the part of the columns, below SPLIT.
         NESTED: bits of codes that are stored in two sections; BITS is this, or half of it for the base slice alone.
         STEPS: zeros count steps of their scale.
-        ORDERED: stored columns have an order of their own.
+        ORDERED: stored columns are reordered.
         BIAS: there is a bias before that order.
         LATTICE: codes are lattice points, NESTED is then 4, and x is rotated.
 
@@ -94,23 +95,25 @@ def quantized_rows(
     STEP: tl.constexpr = 1 if LATTICE else 1 << (WHOLE_BITS - BITS)
     CENTER: tl.constexpr = (1 << (WHOLE_BITS - 1)) - (STEP - 1) / 2
 
-    # [TOKENS, 2, 4, THREADS]: token, half of the 64 rows, byte of a word, thread. All but the threads are registers:
-    # the compiler then has one layout to choose from, and moves nothing between threads in the loop. One tensor of
-    # four dimensions and not several of fewer: the time to compile grows with the cube of the operations here.
+    # [TOKENS, 2, 4, THREADS]: token, half of the 64 rows, byte of a word, thread. All dimensions except threads are
+    # registers: the compiler then has one layout to choose from, and moves nothing between threads in the loop. One
+    # tensor of four dimensions instead of several of fewer: the time to compile grows with the cube of the operations
+    # here.
     thread = tl.arange(0, THREADS)[None, None, None, :]
     word = thread & 7
     beside = (thread >> 3) & 3
     warp = thread >> 5
     byte = tl.arange(0, 4)[None, None, :, None]
     half = tl.arange(0, 2)[None, :, None, None]
-    # What moves byte b of a word to bits 15 to 22, the upper mantissa.
+    # Shift that moves byte b of a word to bits 15 to 22, the upper mantissa.
     left = tl.maximum(15 - 8 * byte, 0)
     right = tl.maximum(8 * byte - 15, 0)
     nibble = 4 * half
-    # A code of the low half is that many times smaller than its place in the mantissa says, one of the high half less.
+    # A code of the low half is this factor smaller than its place in the mantissa says; the factor of the high half is
+    # smaller.
     factor = tl.where(half == 0, 256.0 * STEP, (256.0 if BITS == 8 else 16.0) * STEP)
-    # 0x3F800000, the bits of 1.0, but nothing that the compiler knows: of two constants in one instruction it would
-    # load one anew each time.
+    # 0x3F800000, the bits of 1.0, in a form that the compiler cannot see through: of two constants in one instruction
+    # it would load one again each time.
     one = 0x3F800000 + (section >> 62).to(tl.int32)
 
     first_word = block * (PADDED_COLUMNS * STORED * 2) + (8 * beside + word)
@@ -127,7 +130,7 @@ def quantized_rows(
     words = _load_words(words_at, residual_at, split * SHARE + warp, last, STRIP, BITS, STORED)
     for chunk in range(split * SHARE, last, WARPS):
         strip = chunk + warp
-        # On their way while this chunk is computed. What is not there stays undefined, and meets zeros.
+        # In flight while this chunk is computed. Masked words stay undefined, and are multiplied by zeros.
         next_words = _load_words(words_at, residual_at, strip + WARPS, last, STRIP, BITS, STORED)
         valid = strip < last
         folded = strip * STRIP
@@ -177,18 +180,18 @@ def quantized_rows(
                 total += some_x
                 if LATTICE:
                     flipped += 0.25 * _by_parity(some_x, words[step], 0x44444444, 0x22222222)
-                # Its codes lie two bits higher in the mantissa, so a quarter of it brings them to the same sum.
+                # Its codes are two bits higher in the mantissa, so a quarter of it brings them to the same sum.
                 some_x *= 0.25
                 ones += some_x
                 products += some_x * _factors(codes, 0x060000 << nibble, one)
         if LATTICE:
-            # A point is codes - 1.25 - p / 2, and x p is half of x less what its sign was flipped to; a fine one a
-            # quarter of that.
+            # A point is codes - 1.25 - p / 2, and x p is half of x minus the flipped x; a residual point is a quarter
+            # of that.
             sums += (products - ones) * factor + (flipped - (7.5 if BITS == 4 else 1.5) * total)
         else:
             scale, zero = unpack_scales(_load(scales_at + group * PADDED_ROWS, valid, EVEN), STEPS, FLOAT16)
-            # Of two products the compiler would choose which one to round: Triton 3.8 chose otherwise for some rows of
-            # a token alone than of one beside another.
+            # The compiler could choose which of two products to round: Triton 3.8 chose differently for some rows of a
+            # token alone than for one of two tokens.
             sums += tl.fma(scale, (products - ones) * factor, (zero - scale * CENTER) * total)
         words = next_words
     if LATTICE:
@@ -201,8 +204,9 @@ def quantized_rows(
 
 @triton.jit
 def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
-    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step; pairs if codes are in two
-    sections.
+    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step.
+
+    Codes in two sections give pairs of tensors.
     """
     LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
     at = strip * (LOADS * 32)
@@ -257,7 +261,7 @@ def plain_rows(
 ):
     """Products with one block of 64 rows of 16 bits; arguments and result as in quantized_rows."""
     # 64 sums for each thread: with 8 warps a lane has eight columns, which are one load. With two tokens half of the
-    # rows come at a time: so a token's sums are taken in one order, alone and beside another one.
+    # rows come at a time, so that a token's sums are taken in one order, alone or with another token.
     WIDTH: tl.constexpr = 32 * WARPS
     STRIPS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
     SHARE: tl.constexpr = (STRIPS + SPLIT - 1) // SPLIT
@@ -283,7 +287,7 @@ def plain_rows(
             for height in tl.static_range(HEIGHT):
                 pointers = weights_at + height * WARPS * COLUMNS + column
                 if COLUMNS % 8 == 0:
-                    # Rows then begin on 16 bytes, because sections do: one load fetches eight weights.
+                    # Then rows begin at multiples of 16 bytes, because sections do: one load fetches eight weights.
                     pointers = tl.multiple_of(pointers, [1, 16])
                 row = first_row + height * WARPS
                 weights = _load(pointers, (row < ROWS) & inside, WHOLE_X and ROWS % 64 == 0).to(tl.float32)
@@ -320,7 +324,7 @@ def row_products(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Products with 64 rows at whatever bits the section has; the first part adds the bias.
+    """Return products with 64 rows at the bits of the section; the first part adds the bias.
 
     Args:
         section: int64 address.
@@ -329,11 +333,11 @@ def row_products(
             products are zero.
         block: as in quantized_rows, like the others.
         x: pointer to a row.
-        apart: int64, elements from there to the second token's row.
+        apart: int64, distance to the second token's row in elements.
         split: index of the part of the columns.
         NESTED: bits of codes in two sections; half as many bits are the base slices of such codes.
         STEPS: sum of the widths whose zeros count steps.
-        ORDERED: sum of the widths whose columns have an order.
+        ORDERED: sum of the widths whose columns are reordered.
 
     Returns:
         float32 [TOKENS, 64].

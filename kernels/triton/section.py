@@ -1,6 +1,6 @@
 """Offsets inside a section, for kernels: device functions for the formulas of docs/format.md.
 
-Sizes are compile-time constants, so every offset except the block's and the group's folds away.
+Sizes are compile-time constants, so every offset except the block's and the group's is folded.
 """
 
 import triton
@@ -12,10 +12,10 @@ DESCRIPTIONS = [
     "addresses", "destinations", "residual", "residual_destinations", "bits", "items", "rows", "pairs", "weights",
     "computed",
 ]  # fmt: skip
-"""Arguments that may begin anywhere: no kernel is compiled again because one of them is a slice of a tensor."""
+"""Arguments with arbitrary alignment: no kernel is compiled again because one of them is a slice of a tensor."""
 
 TAG_BITS = tl.constexpr(max(WHOLE).bit_length())
-"""Powers of two from 2 up to below 2 ** TAG_BITS are codes' tags; those from 32 on have a register of their own."""
+"""Powers of two from 2 up to below 2 ** TAG_BITS are encodings' tags; those from 32 on have a register of their own."""
 
 
 @triton.constexpr_function
@@ -119,7 +119,7 @@ def unpack_scales(words, STEPS: tl.constexpr, FLOAT16: tl.constexpr):
         scale = (words << 16).to(tl.float32, bitcast=True)
         zero = (words & -65536).to(tl.float32, bitcast=True)
     if STEPS:
-        zero = zero * scale  # exact: two of at most 11 bits
+        zero = zero * scale  # exact: a product of two numbers of at most 11 bits
     return scale, zero
 
 

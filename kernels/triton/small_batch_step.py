@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, collect, post
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, collect, post, take_sources
 from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
@@ -32,12 +32,13 @@ class SmallBatchStep:
     """What the decode steps of all layers share."""
 
     shape: ExpertShape
-    precisions: frozenset[int]  # bit-widths, or codes' tags, that may occur
+    precisions: frozenset[int]  # bit-widths, or encodings' tags, that may occur
     tiles: Tiles
     activation: Activation
     memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it
     semaphores: Tensor  # int32, zeros before and after every step, at least :meth:`counted`
     dependent: bool = False  # where tiles have tensor cores: down begins while gate and up run, see DecodeTile
+    disk_queue: DeviceQueue | None = None  # brings what is missing into memory; None if all of it is there
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Return the bytes of memory for hidden states and partial sums."""
@@ -63,7 +64,9 @@ class SmallBatchStep:
         *,
         start: Start = run_kernel,
     ) -> None:
-        """out[token] = weighted sum over the token's experts, zero without any; misses are fetched on the way.
+        """Compute out[token] = weighted sum over the token's experts, zero without any.
+
+        Misses are fetched on the way.
 
         Args:
             table: the tensors of a Table, by name.
@@ -72,7 +75,7 @@ class SmallBatchStep:
             ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
             weights: float32 [tokens, top_k].
             rows: int32 [1], the number of real tokens; they come first.
-            plan: the tensors of a LayerPlan for so many tokens, by name.
+            plan: the tensors of a LayerPlan for these tokens, by name.
             out: [tokens, hidden], dtype of x, overwritten.
             device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
                 fetched.
@@ -87,6 +90,9 @@ class SmallBatchStep:
         if held < needed:
             raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
         plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, on_cpu=device_queue is not None, start=start)
+        if self.disk_queue is not None:
+            ask(self.disk_queue, layer, plan, start=start)
+            take_sources(self.disk_queue, table, layer, plan, start=start)
         if device_queue is not None:
             post(device_queue, layer, x, ids, rows, plan, start=start)
         positions, inner = tokens * top_k, self.shape.intermediate
@@ -105,9 +111,9 @@ class SmallBatchStep:
         if device_queue is not None:
             rows_out = x.new_empty(positions, self.shape.hidden)
             decode_down(hidden, rows_out, experts, WorkList(work[:-1], *at), tiles.down, scratch, start=start)
-            collect(device_queue, rows_out, plan["computed"], weights, out, start=start)
+            collect(device_queue, rows_out, plan["computed"], plan["weights"], out, start=start)
             return
-        weighting = Weighting(weights, plan["computed"])
+        weighting = Weighting(plan["weights"], plan["computed"])
         decode_down(hidden, out, experts, WorkList(work, *at), tiles.down, scratch, weighting, start=start)
 
     def _hidden_bytes(self, positions: int) -> int:

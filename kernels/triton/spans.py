@@ -1,4 +1,4 @@
-"""Copies that a device lists and makes by itself, between host memory that it can read and its own memory."""
+"""Copies that a device lists and makes by itself, from host memory that it can read to its own memory."""
 
 import triton
 import triton.language as tl
@@ -7,9 +7,9 @@ from torch import Tensor
 from vllm_dymoe.kernels.triton.planner import WARPS
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
-# Of one expert. Each has 8 KiB on its way, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB.
+# Programs per expert. Each has 8 KiB in flight, and a PCIe link of 50 GB/s with 2 us of latency needs 100 KB.
 _PROGRAMS = 16
-_WORDS = tl.constexpr(2048)  # int32, of a program at a time: 16 bytes four times for each thread
+_WORDS = tl.constexpr(2048)  # int32 words that a program copies at a time: 16 bytes four times for each thread
 
 
 def copy_spans(spans: Tensor, *, start: Start = run_kernel) -> None:

@@ -94,8 +94,9 @@ def _current_stream() -> int:
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Context in which compile_kernel returns at once; at its end everything is compiled in parallel on the host's
-    cores.
+    """Context in which compile_kernel returns at once.
+
+    At its end everything is compiled in parallel on the CPU cores.
     """
     threads = min(_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):

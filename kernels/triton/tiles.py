@@ -2,7 +2,7 @@
 
 ``tiles.json`` has defaults for each architecture, derived from its hardware, and may have records for shapes. A record
 never depends on the number of experts of a launch: otherwise the last bits of one expert's result would depend on which
-others are on the device.
+others are resident.
 """
 
 import json
@@ -15,13 +15,17 @@ TABLE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Sizes of a decode program, which owns 64 rows. Raises ValueError for sizes that the kernels do not support."""
+    """Sizes of a decode program, which computes 64 rows.
 
-    warps: int  # each owns a strip of up to 64 columns at a time; 4 or 8
+    Raises ValueError for sizes that the kernels do not support.
+    """
+
+    warps: int  # each handles a strip of up to 64 columns at a time; 4 or 8
     split: int  # programs that share the columns of one block of rows
     registers: int | None = None
-    """Limit for a thread, where warps is 4; None for as many as the compiler likes. It likes too few here and there and
-    spills, for the sake of more programs at a time than it is given."""
+    """Limit of registers per thread, if warps is 4; None for the compiler's choice. Sometimes the compiler chooses
+    too few and spills, in order to run more programs at a time than a launch has.
+    """
 
     tensor_cores: int = 0
     """Positions that tensor cores compute at a time, 8 or 16 (``mma_decode``); 0 for the kernels of ``decode``, which
@@ -46,7 +50,10 @@ class DecodeTile:
 
     @property
     def options(self) -> dict[str, int]:
-        """For Triton's compiler. The same limit would leave room for a single program of 8 warps, so they have none."""
+        """Return options for Triton's compiler.
+
+        With 8 warps the limit would leave room for a single program, so they have none.
+        """
         limit = {} if self.registers is None or self.warps != 4 else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
 
@@ -78,7 +85,7 @@ class GroupedTile:
 class Tiles:
     """All sizes that launches need for one shape on one architecture."""
 
-    decode_tokens: int  # an expert with at most so many tokens is decoded, one with more is grouped
+    decode_tokens: int  # most tokens of an expert that is decoded; one with more is grouped
     gate_up: DecodeTile
     down: DecodeTile
     grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
@@ -93,7 +100,7 @@ class Tiles:
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
-        """Return, per decoded position, the elements of partial sums and the semaphores, where programs share sums.
+        """Return, per decoded position, the elements of partial sums and the semaphores, if programs share sums.
 
         Programs always share the sums of `down` if these are weighted.
         """
@@ -131,8 +138,9 @@ def _check_warps(warps: int) -> None:
 
 
 def _split(rows: int, columns: int) -> int:
-    """Return the number of parts of the columns: one expert makes about 64 programs, each of at least two chunks of 256
-    columns.
+    """Return the number of parts of the columns.
+
+    One expert gets about 64 programs, each of at least two chunks of 256 columns.
     """
     split = 1
     while 2 * split * -(-rows // 64) <= 64 and 4 * split * 256 <= columns:

@@ -1,4 +1,4 @@
-"""The policies that papers' tables compare: the oracle is right, and what came first goes first."""
+"""The baseline policies of the papers' tables: the oracle predicts right, and FIFO evicts in order."""
 
 import numpy as np
 import pytest
@@ -43,12 +43,13 @@ def _step(seed):
 
 def test_without_ageing_what_came_first_goes_first():
     table = Table.allocate(1, 6)
+    table.evicts[:] = Eviction.FIRST_IN
     set_pools(table, {HIGH: [(0, 1, 2)]}, {HIGH: [2]})
     wanted = np.full(1, HIGH, np.int8)
     gone = []
-    for expert in (0, 1, 0, 0, 2, 0, 3):  # 0 is used most, and came first
+    for expert in (0, 1, 0, 0, 2, 0, 3):  # expert 0 is used most often, and arrived first
         active = np.array([expert])
-        places = table.begin_step(0, active, wanted, evicts=Eviction.FIRST_IN)
+        places = table.begin_step(0, active, wanted)
         gone.append(int(places[0, 0]))
         if gone[-1] >= -1:
             table.keep(0, active, wanted, places)

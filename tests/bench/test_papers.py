@@ -1,4 +1,4 @@
-"""The papers' page: it is what its results say, and its verdicts follow from numbers."""
+"""The papers' page matches its results, and its verdicts follow from the numbers."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Peers: which can run here, and what they are told."""
+"""Peers of the benchmark: which ones can run here, and the flags they receive."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_a_missing_peer_is_left_out_and_an_unknown_one_refused(tmp_path, monkeyp
     result = command(*asked, "--peer", "vllm-offload", "--peer", "vllm")
     assert "vllm-offload is left out" in result.stdout
     assert measured == ["exact", "full load, 4 bits", "vllm"]
-    assert "no peer" in refused(*asked, "--peer", "nothing")
+    assert "not a known peer" in refused(*asked, "--peer", "nothing")
 
 
 def test_flags_are_options_and_arguments_of_the_engine(tmp_path, monkeypatch):

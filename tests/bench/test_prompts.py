@@ -49,7 +49,7 @@ def test_every_format_is_told_by_what_it_holds(tmp_path, text, found):
         ('{"prompt": "x"}\n{"prompt": "x", "domain": 3}', "line 2, has neither"),
         ('{"prompt": "x"}\n[]', "line 2, is not an object"),
         ('{"prompt": "x"}\n{', "line 2, is not JSON"),
-        ('{"prompt": "x", "output_tokens": 0}', "no number of tokens"),
+        ('{"prompt": "x", "output_tokens": 0}', "not a number of tokens"),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path, text, message):

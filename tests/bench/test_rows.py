@@ -1,4 +1,4 @@
-"""Cases, their keys and groups, rows on disk, and what is refused."""
+"""The benchmark's cases, their keys and groups, the rows on disk, and refused input."""
 
 import json
 

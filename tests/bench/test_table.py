@@ -1,4 +1,4 @@
-"""From times of tokens to a table."""
+"""The table of a benchmark, computed from times of tokens."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_every_share_is_of_what_it_says():
     assert cells["resident MB"] == "6.0"
     assert cells["demand MB/token"] == "1.5"
     assert cells["ahead"] == "0.5"
-    assert cells["link used"] == "8%"  # 8 MB in 0.1 s of 1 GB/s
+    assert cells["link used"] == "8%"  # 8 MB in 0.1 s over a link of 1 GB/s
     assert cells["memory used"] == "", "of a batch"
     (cells,) = lines([row("exact", measured, batch=1)], bounds)
     assert cells["memory used"] == "50%"  # 10 MB in 20 ms

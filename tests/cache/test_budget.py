@@ -1,4 +1,4 @@
-"""From budgets to slots."""
+"""From a budget to the number of slots of each precision."""
 
 import pytest
 from hypothesis import given
@@ -60,7 +60,8 @@ def test_every_plan_fits_and_spends_what_it_can(nbytes, policy):
     assert set(plan.slots) == set(precisions)
     assert all(1 <= count <= 24 for count in plan.slots.values())
     best = Precision.HIGH if Precision.HIGH in precisions else Precision.LOW
-    # With every expert in the best precision the rest has no use; otherwise less than a slot of each precision is left.
+    # If every expert fits in the best precision, the rest of the budget stays unused; otherwise less is left than one
+    # slot of each precision takes.
     assert plan.slots[best] == 24 or nbytes - spent < sum(sizes[precision] for precision in precisions)
 
 
@@ -101,7 +102,7 @@ SHARES = {Precision.HIGH: [1.0, 0.75, 0.5], Precision.LOW: [0.0, 0.25, 0.5]}
 
 @pytest.mark.parametrize(("slots", "staging"), [(8, 2), (24, 6), (80, 6), (120, 6)])
 def test_firm_has_room_for_a_tokens_experts_within_a_quarter(slots, staging):
-    """K and P of FIRM-MoE are to decide what is fetched ahead, and not how many slots there are (Eqs. 9 and 10)."""
+    """K and P of FIRM-MoE choose what is prefetched, not the number of slots (Eqs. 9 and 10)."""
     experts = make_experts(layers=4, num_experts=32, top_k=4, bits=(4,))
     nbytes = slots * experts.formats[4].nbytes + WORKSPACE
     plan = plan_slots(experts, Options(high=4, low=0, group_size=32), Firm(), nbytes, WORKSPACE)

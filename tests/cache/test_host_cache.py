@@ -1,4 +1,4 @@
-"""Host memory as a level: the bytes of the files, within a budget, whatever is asked for, in whatever order."""
+"""The host cache returns the bytes of the files, within its budget, for any order of requests."""
 
 import random
 import threading
@@ -266,7 +266,7 @@ def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
 def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
     want = run(make_server(FileStore(make_host_cache(share(1)).files.folder), "100%"), STEPS)
     host_cache = make_host_cache(share(part))
-    server = make_server(host_cache, "25%", link_gbps=50.0)
+    server = make_server(host_cache, "25%", link_gbps=50.0, planning="host")
     for got, expected in zip(run(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     stats = server.stats()
@@ -280,7 +280,7 @@ def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
 
 @pytest.mark.parametrize("planning", ["host", "device"])
 def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, planning):
-    """And what holds a part leaves small and large batches alike to the host: no device waits for a disk."""
+    """With only part of the experts in host memory, the host plans all batches: no device waits for a disk."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
     with refused("host_store", option="planning"):
@@ -301,7 +301,9 @@ def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cach
 
 @pytest.mark.parametrize(("model", "draft"), [(1, 1), (0.5, 0.5), (0.5, 0), (0, 0.5), (1, 0)])
 def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
-    """What is whole stays so and is not read again; elsewhere stats and resizing see one level of both."""
+    """A complete host cache stays complete and is not read again; otherwise stats and resizing use one level for
+    both.
+    """
     stores = []
     for part in (model, draft):
         host_cache = make_host_cache(share(part or 1))
@@ -324,7 +326,7 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
     if model:
         budget = sum(share(part) for part in (model, draft))
         assert (both.whole, both.slots.limit) == (draft == 1, budget)
-        server = make_server(both, "25%", link_gbps=50.0)
+        server = make_server(both, "25%", link_gbps=50.0, planning="host")
         run(server, STEPS)
         both.check_integrity()
         if not both.whole:
@@ -336,7 +338,11 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
 
 
 def test_a_disk_that_fails_fails_its_step_and_no_other(make_host_cache, monkeypatch):
-    server, fill, broken = make_server(make_host_cache(share(0.4)), "25%", link_gbps=50.0), FileStore._fill, [False]
+    server, fill, broken = (
+        make_server(make_host_cache(share(0.4)), "25%", link_gbps=50.0, planning="host"),
+        FileStore._fill,
+        [False],
+    )
 
     def fails(*arguments, **more):
         if broken[0]:

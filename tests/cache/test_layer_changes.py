@@ -1,4 +1,4 @@
-"""What layers are worth, from how much they change their tokens."""
+"""The value of a layer, computed from how much it changes its tokens."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_a_layers_change_is_one_less_the_squared_cosine_of_two_routers_inputs():
             if layer:
                 one, other = (part[:256].double() for part in (xs[layer - 1], x))
                 want[layer - 1] += (1 - ((one * other).sum(1) / one.norm(dim=1) / other.norm(dim=1)) ** 2).sum()
-            changes.see(3, x)  # a draft's
+            changes.see(3, x)  # the layer of a draft model
     assert changes.parts() == pytest.approx((want * (1 << 20)).tolist(), rel=1e-4)
     before = changes.parts()
     changes.see(1, xs[0])
@@ -35,7 +35,7 @@ def test_dynaexq_measures_it_once():
         server.host_planned.begin_step(Phase.DECODE)
         for layer in range(3):
             x, weights, ids = random_step(step, 64, experts)
-            if layer:  # the first layer turns its tokens, the second hardly does
+            if layer:  # the first layer changes the direction of its tokens, the second hardly does
                 x = random_step(step + 100, 64, experts)[0] * (1 if layer == 1 else 1.01)
             server.host_planned.forward(Routing(layer, 3, x, ids, weights))
     first, second, third = migration._worth[:, 0].tolist()

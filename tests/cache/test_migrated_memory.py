@@ -1,4 +1,6 @@
-"""Versions that move between steps without the host: captured tables stay, their values change, and no bit is wrong."""
+"""Versions that migrate between steps without the host: captured tables stay, their values change, all bits are
+right.
+"""
 
 import itertools
 import time
@@ -34,17 +36,17 @@ def planned_server(nested, share="85%", agree=list, **options):
 
 
 def serve(server, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
-    """Whole steps, small and large batches in turn; yields each layer's output beside that of a frozen map."""
+    """Run whole steps, small and large batches in turn; yields each layer's output and the output of a frozen map."""
     for number in range(count):
         rows = tokens(number)
         server.host_planned.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
         held = server.cache.table.precision.copy()
         for layer in range(LAYERS):
             x, weights, ids = random_step(number, rows, server.experts)
-            ids = (ids % 3 + 3 * (number // 6 % 2)).int()  # now one half, now the other
+            ids = (ids % 3 + 3 * (number // 6 % 2)).int()  # alternate between the two halves
             run = run_large_batch if rows == PROMPT else decode
             yield run(server, layer, x, weights, ids), held, (layer, (x, weights, ids))
-        server.host_planned.end_decode(rows, large=rows == PROMPT)
+        server.host_planned.end_decode(rows)
         server.check_integrity()
         time.sleep(0.002)
 
@@ -76,7 +78,10 @@ def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nes
 def test_rows_that_the_device_does_not_hear_of_are_found(nested):
     server = planned_server(nested)
     server.cache.device_table.table.recording.fill_(1)
-    with mock.patch.object(server.cache, "rows_changed"), pytest.raises(AssertionError, match="reads other rows"):
+    with (
+        mock.patch.object(server.cache, "rows_changed"),
+        pytest.raises(AssertionError, match="rows on the device differ"),
+    ):
         list(serve(server, 24))
     server.engine.close()
 
@@ -122,10 +127,12 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     table, counts = server.cache.device_table.table, DeviceCounts(server.cache.device_table.table)
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
     table.ring_weights[0, :, :3] = torch.tensor([[0.25, 0.75], [0.5, 1.5], [9, 9]])
-    counts.add(2)
+    table.ring_rows.fill_(2)
+    for _ in range(2):  # each step once
+        counts.add()
     counts.ask()
     low, high, gates = counts.take()
     assert (low + high).tolist() == [[2, 0, 0, 0, 0, 1]] * LAYERS
-    squares = [0.25**2 + 0.75**2, 0, 0, 0, 0, 0.25**2]  # weights count as shares of their token's
+    squares = [0.25**2 + 0.75**2, 0, 0, 0, 0, 0.25**2]  # weights count as fractions of their token's sum
     assert gates.tolist() == [[square * GATE_UNIT for square in squares]] * LAYERS
     server.engine.close()

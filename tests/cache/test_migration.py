@@ -1,4 +1,4 @@
-"""Versions that move while steps run: no step waits, no row lies, and moves cost nothing but themselves."""
+"""Versions migrate while steps run: no step waits, no table row is wrong, and only the moves themselves cost time."""
 
 import contextlib
 import itertools
@@ -73,7 +73,7 @@ class ByMap(ByNumber):
 
 
 def frozen_output(store, bits_map, layer, step):
-    """A layer's step where experts have the versions of a map."""
+    """Run a layer's step with the versions that a map assigns to the experts."""
     server = make_server(store, "100%", ByMap(frozen=bits_map.tolist()), threads=0, transfer_timeout_s=0)
     server.cache.table.reuse_high[:] = False
     return forward(server, layer, *step)
@@ -91,22 +91,22 @@ def dynaexq(store, places=4, engine=None, parts=None, agree=list, high=4, low=2,
 
 
 def serve(server, steps):
-    """Run (seed, layer, tokens) with traffic that shifts; yields each output with the map that held."""
+    """Run steps (seed, layer, tokens) with shifting traffic; yields each output and the map that was in effect."""
     for number, (seed, layer, tokens) in enumerate(steps):
         server.host_planned.begin_step(Phase.DECODE)
         held = server.cache.table.precision.copy()
         x, weights, ids = random_step(seed, tokens, server.experts)
-        ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # now one half, now the other
+        ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # alternate between the two halves
         yield forward(server, layer, x, weights, ids), held, (x, weights, ids)
         server.check_integrity()
 
 
 def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
-    """Serve on a recorded device; what each step gave and what a frozen map gives, and the outcomes of moves."""
+    """Serve on a recorded device; returns each step's output, a frozen map's output, and the outcomes of the moves."""
     store = RecordedFaults(STORES[nested], history, turns, {})
     engine = make_engine(kind, store, history, turns, 1.0, Program(()))
     compute = COMPUTATION if kind in DEVICES else None
-    if kind in DEVICES:  # whose answers are forgotten from one look to the next
+    if kind in DEVICES:  # recorded devices, whose answers are forgotten between two polls
         chance = random.Random(len(steps))
         engine.streams._ended = lambda: chance.random() < 0.9
     server = dynaexq(store, high, engine, RecordedParts(history, compute))
@@ -117,7 +117,7 @@ def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
     try:
         for output, held, step in serve(server, steps):
             served.append((output, frozen_output(STORES[nested], held, steps[len(served)][1], step)))
-            for _ in range(idle):  # a device needs several looks until its copies have ended
+            for _ in range(idle):  # a device needs several looks until its copies have finished
                 turns.pause()
                 server.host_planned.begin_step(Phase.DECODE)
         assert server.stats().misses == 0
@@ -149,14 +149,15 @@ def random_steps(seed):
 
 
 def found(nested, kind, seeds=range(12)):
-    """What the first seed shows that shows something, and whether anything moved at all."""
+    """The result of the first seed that shows the fault, and whether anything moved at all."""
     moved = 0
     for seed in seeds:
         history, served = History(), []
         try:
             served, moves = execute(nested, kind, random_steps(seed), DeterministicThreads(history, seed), history)
             moved += moves.get("published", 0)
-        except (AssertionError, IndexError) as error:  # the latter where a pool has promised what it does not have
+        # An IndexError where a pool has promised a slot that it does not have.
+        except (AssertionError, IndexError) as error:
             return str(error) or "asserted"
         if history.races:
             return history.races[0]
@@ -182,7 +183,7 @@ def published_early():
 
 
 def without_a_fence():
-    """The thread that copied says that it is done; computation is ordered behind nothing."""
+    """The copying thread itself reports completion; computation is not ordered after anything."""
 
     def state(self, move):
         done = move.fetches and all(fetch.ticket.state is State.DONE for fetch in move.fetches)
@@ -261,7 +262,9 @@ def test_copies_that_fail_or_hang_for_ever_cost_their_moves_and_no_step_waits(ne
 
 @pytest.mark.parametrize(("hotness", "high", "low"), [("squared_gates", (4, 5), 0), ("uses", (0, 4), 5)])
 def test_the_hottest_are_those_that_weigh_most_or_that_are_used_most(hotness, high, low):
-    """Expert 0 has a tenth of every token, 4 and 5 the rest of half of them, 4 of one more."""
+    """Expert 0 gets a tenth of every token's weight; experts 4 and 5 get the rest of half the tokens each, and 4 one
+    more.
+    """
     store = make_store(make_experts(layers=1, num_experts=EXPERTS, nested=True))
     server = dynaexq(store, 2, plain_engine(store, CPU, 0, io_threads=0), hotness=hotness)
     ids = torch.tensor([[0, 4], [5, 0], [0, 4], [5, 0], [0, 4]])
@@ -306,7 +309,7 @@ def test_no_more_moves_than_in_flight_and_the_link_rests_between_them():
 
 @pytest.mark.parametrize(("nested", "begun"), [(True, 6), (False, 2)])
 def test_nested_versions_move_as_fast_as_the_link_has_time(nested, begun):
-    """They need no slots of their own; a turn is a step, and two in each would take a large model hundreds."""
+    """They need no slots of their own. One move per step would take a large model hundreds of steps."""
     store, now = make_store(make_experts(layers=3, num_experts=16, nested=nested)), [0.0]
     server = dynaexq(store, 24, plain_engine(store, CPU, 0, io_threads=0), in_flight=2, link_share=0.25)
     migration = server.host_planned.migration
@@ -338,7 +341,7 @@ def test_warm_up_counts_nothing_and_idleness_ends_no_window():
 
 
 def map_of_every_step(rank, agree):
-    """The second rank's disk is slow, and fails now and then."""
+    """The second rank's disk is slow, and sometimes fails."""
     store = FaultyStore(STORES[True])
     server = dynaexq(store, agree=agree)
     if rank:
@@ -364,7 +367,7 @@ def test_ranks_that_do_not_agree_are_found_apart():
 
 
 def test_ranks_with_nothing_to_move_seldom_ask():
-    """Only for the time, of which each has its own."""
+    """Ranks may differ only in time: each has its own clock."""
 
     def run(rank, agree):
         server = dynaexq(STORES[True], agree=agree, window_s=1e9)
@@ -402,7 +405,7 @@ def test_every_plan_holds_everybody_and_as_many_high_as_it_can(kind, nbytes):
 
 
 def test_places_are_for_experts_whose_low_versions_lose_most():
-    """Before there was any traffic; the paper's ranking counts uses alone."""
+    """The ranking before any traffic; the paper's ranking counts only uses."""
     experts = make_experts(layers=2, num_experts=8, nested=True)
     lost = {layer: tuple(1.0 if expert < 6 else 16.0 * layer for expert in range(8)) for layer in experts.layers}
     store = make_store(replace(experts, lost=lost))
@@ -430,7 +433,7 @@ def test_the_least_budget_serves(nested):
 
 def test_an_expert_that_cannot_be_read_at_start_is_named():
     store = FaultyStore(STORES[True], lambda number, key: "fail")
-    with pytest.raises(ConfigError, match=r"not every expert can be brought to the device.*on fire"):
+    with pytest.raises(ConfigError, match=r"an expert could not be fetched to the device.*on fire"):
         dynaexq(store)
 
 
@@ -448,7 +451,7 @@ def test_a_transfer_that_is_not_wanted_holds_no_other_up():
 
 
 def planned_and_moved(reset):
-    """The moves under way behind every step, where no copy ever arrives and each is late after a window."""
+    """The number of moves in progress after every step, when no copy ever arrives and each is late after a window."""
     store = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=True))
     server, moves = dynaexq(store, 3, plain_engine(store, CPU, 0, io_threads=0)), []
     for _ in serve(server, random_steps(7) * 3):
@@ -468,7 +471,7 @@ def test_a_reset_of_statistics_changes_no_move():
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["weights", "x"])
 def test_a_row_that_is_not_finite_leaves_no_trace_in_hotness_and_layer_worth(where, poison):
-    """One such request, and every later one would be served by what it left."""
+    """One such request would affect every later one through the state it leaves."""
 
     def hotness_and_worth(poisoned):
         server = dynaexq(STORES[True], alpha=0.5)
@@ -476,7 +479,7 @@ def test_a_row_that_is_not_finite_leaves_no_trace_in_hotness_and_layer_worth(whe
             server.host_planned.begin_step(Phase.DECODE)
             for layer in range(LAYERS):
                 x, weights, ids = random_step(seed + layer, 9, server.experts)
-                if layer == 2:  # which hardly turns its tokens, and so the layer before is worth little
+                if layer == 2:  # this layer hardly changes its tokens, so the layer before it is worth little
                     x = random_step(seed + 1, 9, server.experts)[0] * 1.01
                 if poisoned and seed % 8 == 3:
                     (weights if where == "weights" else x)[4] = poison
@@ -506,7 +509,8 @@ def test_counts_of_steps_without_the_host_leave_out_what_is_not_finite():
         counts.ask()
     assert np.array_equal(found.take(), clean.take())
     table.ring_ids[0, :, :3], table.ring_weights[0, :, :3] = ids.int(), weights.index_fill(0, torch.tensor([1]), poison)
-    found.add(3), found.ask()
+    table.ring_rows.fill_(3)
+    found.add(), found.ask()
     assert np.array_equal(found.take(), clean.take())
 
 

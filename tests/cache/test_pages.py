@@ -1,4 +1,4 @@
-"""Host memory: how much there is, and mappings that take what was asked for and give it back."""
+"""Host memory: how much is available, and mappings that reserve what was asked for and give it back."""
 
 import ctypes
 import errno
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def resident(memory):
-    """Bytes of a mapping that are there, by the kernel's own account of each page."""
+    """Resident bytes of a mapping, as the kernel counts its pages."""
     first = memory.data_ptr() // PAGE
     if not Path("/proc/self/pagemap").exists():
         pytest.skip("the policy does not tell which pages are there")
@@ -63,7 +63,7 @@ def test_pages_can_go_before_the_tensors_do():
     drop_pages(memory)
     assert resident(memory) == 0
     assert not memory.any()
-    drop_pages(map_bytes(0))  # which has none
+    drop_pages(map_bytes(0))  # an empty mapping has no pages
 
 
 def test_too_much_is_an_error_and_no_crash():
@@ -109,9 +109,9 @@ def test_one_node_is_not_several(tmp_path, monkeypatch, text, several):
         ({"memory.max": 500, "memory.current": 300}, 200),
         ({"memory.max": 500, "memory.current": 600}, 0),
         ({"memory.max": 5000, "memory.current": 300}, 1000),
-        # What the page cache has counts as used, and goes when memory is short.
+        # The page cache counts as used, but is dropped when memory is short.
         ({"memory.max": 500, "memory.current": 450, "memory.stat": "anon 100\ninactive_file 200\nactive_file 50"}, 300),
-        # The first version of control groups.
+        # Control groups, version 1.
         ({"memory/memory.limit_in_bytes": 700, "memory/memory.usage_in_bytes": 100}, 600),
     ],
 )

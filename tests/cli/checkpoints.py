@@ -29,7 +29,7 @@ STYLES = (*NAMES, "fused", "gpt-oss", "llama-4")
 
 @dataclass
 class Model:
-    """A checkpoint on disk; experts and biases by position of the layer, expert and projection, the rest by name."""
+    """A checkpoint on disk: experts and biases by (layer position, expert, projection), other tensors by name."""
 
     folder: Path
     config: dict[str, Any]
@@ -68,7 +68,7 @@ def make_model(folder: Path, style: str = "separate", *, dtype: torch.dtype = to
         for projection, shape in shapes.items()
     }
     dense = {
-        "model.layers.0.mlp.odd_bytes": torch.arange(7, dtype=torch.int8),  # what follows it must still be aligned
+        "model.layers.0.mlp.odd_bytes": torch.arange(7, dtype=torch.int8),  # the tensor after it must still be aligned
         "model.embed_tokens.weight": random(50, HIDDEN),
         "model.layers.0.mlp.gate_proj.weight": random(128, HIDDEN),
         "model.norm.weight": torch.linspace(0.5, 2, HIDDEN),  # float32 among bfloat16
@@ -113,7 +113,7 @@ def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], sty
         prefix = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (torch.stack([experts[position, e, p] for e in range(EXPERTS)]) for p in Projection)
         gate_up = torch.cat((gate, up), dim=1)
-        if style == "gpt-oss":  # gate and up in turns
+        if style == "gpt-oss":  # rows of gate and up alternate
             gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
         turned = style in ("gpt-oss", "llama-4") and gate.dim() == 3
         tensors[f"{prefix}.gate_up_proj"] = gate_up.mT.contiguous() if turned else gate_up
@@ -121,7 +121,7 @@ def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], sty
     return tensors
 
 
-# Tables and sentences are compared as they stand on a wide terminal that is none: no colours, no bars.
+# Tables and sentences are compared as a wide non-terminal shows them: without colours and progress bars.
 TERMINAL = {"COLUMNS": "120"} | dict.fromkeys(("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"))
 
 
@@ -148,7 +148,7 @@ def quantized(model: Model, out: Path, *options: object) -> str:
 
 
 def sections(out: Path, bits: int) -> Iterator[tuple[tuple[int, int, Projection], MatrixFormat, torch.Tensor]]:
-    """Every stored section: position of the layer, expert, projection; its format; its bytes."""
+    """Return every stored section by (layer position, expert, projection): its format and its bytes."""
     store = FileStore(out)
     fmt = store.experts.formats[bits]
     for layer in range(len(store.experts.layers)):

@@ -1,4 +1,4 @@
-"""``vllm-dymoe calibrate``: what it reads, what it asks the engine for, and what it refuses before one starts."""
+"""``vllm-dymoe calibrate``: what it reads, how it calls the engine, and what it refuses before one starts."""
 
 import json
 from unittest.mock import Mock
@@ -23,7 +23,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the engine would be asked for; no engine starts."""
+    """Records the calls to the engine; no engine starts."""
     asked = []
 
     def calibrate(*arguments, progress, **options):
@@ -53,7 +53,7 @@ def test_texts_of_several_files_are_read(model, asked, tmp_path):
     ("name", "content", "sentence"),
     [
         ("nowhere.txt", None, "cannot be read"),
-        ("latin.txt", b"caf\xe9", "not a text in UTF-8"),
+        ("latin.txt", b"caf\xe9", "not UTF-8 text"),
         ("lines.jsonl", b'{"text": "a"}\nno json', 'does not have an object with a "text" in each line'),
         ("lines.jsonl", b'{"words": "a"}', 'does not have an object with a "text" in each line'),
         ("lines.jsonl", b"[1]", 'does not have an object with a "text" in each line'),
@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model, asked, tmp_p
     assert not asked
 
     missing = ModuleNotFoundError("No module named 'vllm'", name="vllm")
-    for error, said in ((CalibrationError("full."), "vllm-dymoe: full."), (missing, "vLLM is not installed")):
+    for error, said in ((CalibrationError("full."), "vllm-dymoe: full."), (missing, "in vLLM, which is not installed")):
         monkeypatch.setattr(vllm_dymoe, "calibrate", Mock(side_effect=error))
         assert said in refused(*command_line)
 

@@ -1,4 +1,4 @@
-"""``vllm-dymoe quantize --calibration``: what GPTQ and points of a lattice make of it, are reported, and refused."""
+"""``vllm-dymoe quantize --calibration``: what GPTQ and lattice codes do with it, the report, and refused input."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ RARE = 1
 
 
 def make(folder, style="separate"):
-    """A model, its calibration, and what its experts read."""
+    """A model, its calibration, and the inputs of its experts."""
     model = make_model(folder / "model", style)
     model.save()
     found = Checkpoint.open(model.folder)
@@ -121,7 +121,7 @@ def test_what_was_packed_for_another_purpose_is_not_gone_on_with(tmp_path):
     book = packer.Journal(tmp_path, "4 bits")
     book.add(0, "state")
     with (tmp_path / packer.JOURNAL).open("a") as file:
-        file.write('[1, "sta')  # the process ended here
+        file.write('[1, "sta')  # the process ended while writing this line
     assert packer.Journal(tmp_path, "4 bits").layers == {0: "state"}
     assert (tmp_path / packer.JOURNAL).read_text() == '4 bits\n[0, "state"]\n'
     assert not packer.is_journal_of(tmp_path, "2 bits")
@@ -138,7 +138,7 @@ def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):
     for precisions in (("--high", 8, "--low", 4), ("--high", 4)):
         assert "set high to 4 and low to 2, or high to 2 and low to 0" in refused(*e8, *precisions)
     assert "holds no calibration" in refused(*gptq, "--calibration", tmp_path)
-    assert "does not use a --calibration" in refused(*gptq[:-1], "hqq", "--calibration", calibration)
+    assert "does not use --calibration" in refused(*gptq[:-1], "hqq", "--calibration", calibration)
     other = make_model(tmp_path / "other", "mixtral")
     other.tensors = {name: tensor + 1 for name, tensor in other.tensors.items()}
     other.save()
@@ -181,7 +181,7 @@ def test_the_low_reading_of_a_lattice_loses_less_than_gptqs_at_more_bytes(made, 
 
 
 def test_what_an_expert_loses_is_measured_from_its_own_inputs(made, tmp_path):
-    """The low reading's errors of an expert, straight from what the calibration recorded."""
+    """Errors of an expert's low version, computed directly from the recorded calibration."""
     model, calibration, *_ = made
     out = tmp_path / "out"
     quantized(model, out, "--high", 4, "--low", 2, "--quantizer", "e8", "--calibration", calibration)

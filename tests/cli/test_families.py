@@ -1,4 +1,4 @@
-"""``quantize``, ``inspect`` and ``plan`` with the names and nestings of families that ``vllm serve`` takes."""
+"""``quantize``, ``inspect`` and ``plan`` with the tensor names and nested configurations of supported families."""
 
 import json
 
@@ -12,7 +12,7 @@ from vllm_dymoe.plan.model import read_shape
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
 
-# What a plan needs beside what packing needs.
+# Settings that ``plan`` needs in addition to those for packing.
 PLANNED = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "first_k_dense_replace": 1}
 
 
@@ -37,7 +37,7 @@ def qwen3_next(model):
 
 
 def glm_4_moe(model):
-    """A draft's layer lies behind the model's last."""
+    """A draft's layer comes after the model's last one."""
     copied(model, "model.layers.2.", "model.layers.3.")
 
 
@@ -88,7 +88,7 @@ def test_a_family_is_quantized_inspected_and_planned(tmp_path, style, change):
     assert FileStore(out).experts.layers == MOE_LAYERS
     for place, matrix, section in sections(out, 16):
         assert torch.equal(matrix.view(section.clone()).weight, model.experts[place]), place
-    # What is not packed is still there: a draft's experts, too, and another model's.
+    # Everything that is not packed is kept: a draft's experts, and those of another model.
     packed = {place.name for tensors in Checkpoint.open(model.folder).experts for place in tensors.parts.values()}
     assert len(packed) == (2 * len(MOE_LAYERS) if style in ("fused", "llama-4") else 3 * EXPERTS * len(MOE_LAYERS))
     assert read_tensors(out).keys() - {n for n in read_tensors(out) if n.startswith("dymoe")} >= (

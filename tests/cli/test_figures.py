@@ -1,4 +1,4 @@
-"""Pictures of the commands: what they hold, and what is refused before anything is measured."""
+"""The commands that draw figures: their content, and what they refuse before they measure."""
 
 import sys
 

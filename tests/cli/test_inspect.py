@@ -1,4 +1,4 @@
-"""``vllm-dymoe inspect``: the numbers it prints, and the damage that ``--verify`` finds."""
+"""``vllm-dymoe inspect``: the numbers that it prints, and the damage that ``--verify`` finds."""
 
 import errno
 import json
@@ -66,7 +66,7 @@ def test_a_checkpoint(checkpoint, model):
 
 def test_what_was_measured_of_the_disk(checkpoint):
     assert report(checkpoint)["disk"] is None
-    assert "not measured so far" in " ".join(command("inspect", checkpoint).stdout.split())
+    assert "not measured yet" in " ".join(command("inspect", checkpoint).stdout.split())
     rates = FileStore(checkpoint).rates()
     found = report(checkpoint)
     assert (found["alignment"], found["disk"]["depth"]) == (4096, rates.depth)
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     assert found["versions"][2:] == written["versions"]
     assert found["model"] == written["model"]
     assert found["versions"][0]["total_bytes"] == found["expert_bytes"]
-    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the end of the line
+    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the line breaks
     assert "not quantized yet" in words
 
 
@@ -122,7 +122,7 @@ def test_errors_of_every_layer(checkpoint):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     assert report(checkpoint)["errors"] is None
     assert "not recorded" in command("inspect", checkpoint).stdout
-    for path in checkpoint.iterdir():  # only the store, as the plugin keeps it for models that it quantizes
+    for path in checkpoint.iterdir():  # keep only the store, as the plugin does for models that it quantizes itself
         if not path.name.startswith("dymoe"):
             path.unlink()
     found = report(checkpoint)
@@ -142,7 +142,7 @@ def test_verify_finds_one_flipped_bit(checkpoint, bits, expert, byte):
     begin = header_end + header["4bit.blobs"]["data_offsets"][0] + expert * place.stride + place.start
     content[begin + byte % fmt.nbytes] ^= 0x10
     path.write_bytes(content)
-    assert command("inspect", checkpoint).exit_code == 0  # which reads no experts without --verify
+    assert command("inspect", checkpoint).exit_code == 0  # without --verify no experts are read
     sentence = refused("inspect", checkpoint, "--verify")
     projection = "gate" if byte == 0 else "down"
     assert f"the {projection} projection of expert {expert} at {bits} bits does not match its checksum" in sentence
@@ -166,7 +166,7 @@ def test_what_cannot_be_inspected_is_refused(model, tmp_path):
     assert "no checksums to verify" in refused("inspect", model.folder, "--verify")
     assert "no config.json" in refused("inspect", tmp_path)
     assert "does not exist" in refused("inspect", tmp_path / "nowhere")
-    assert "25x is no budget" in refused("inspect", tmp_path, "--budget", "25x")
+    assert "25x is not a budget" in refused("inspect", tmp_path, "--budget", "25x")
 
 
 @pytest.mark.parametrize("readonly", [False, True])
@@ -174,7 +174,7 @@ def test_an_older_store_is_verified_and_then_says_which_shards_are_its_own(check
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"version": 6}
     del manifest["shards"]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    assert "would not be noticed" in report(checkpoint)["shards"]
+    assert "would go unnoticed" in report(checkpoint)["shards"]
 
     def refuse(path, content):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

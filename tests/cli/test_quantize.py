@@ -71,7 +71,7 @@ def test_experts_are_what_quantizing_them_directly_gives(tmp_path, out, style, q
             pack_bias(model.biases[place], low.view(expected_base))
         assert torch.equal(section, expected), place
         assert torch.equal(base, expected_base), place
-        # The high version is what it would be by itself.
+        # The high version equals one that is packed alone.
         alone = replace(matrix, encoding=encoding_of(matrix.bits))
         single = torch.empty(alone.nbytes, dtype=torch.uint8)
         quantize_matrix(model.experts[place], alone, QUANTIZERS[quantizer], single)
@@ -123,7 +123,7 @@ def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, m
 
 
 def test_sizes_that_each_layer_has_and_router_biases_beside_the_experts(model, out):
-    """As Hunyuan and Laguna have them."""
+    """Hunyuan and Laguna store them like this."""
     for key, each in (("num_experts_per_tok", "moe_topk"), ("moe_intermediate_size", "moe_intermediate_size")):
         model.config[each] = 3 * [model.config.pop(key)]
     bias = f"model.layers.{MOE_LAYERS[0]}.mlp.experts.e_score_correction_bias"
@@ -192,7 +192,7 @@ def test_the_fingerprint_follows_the_weights_and_not_the_place(model, tmp_path):
 
 
 def fail_after(monkeypatch, writes, error):
-    """Let the disk refuse after a number of writes to the store: two for each section."""
+    """Let the disk fail after a number of writes to the store; each section takes two."""
     original, left = writer.write_at, [writes]
 
     def write_at(*args):
@@ -215,7 +215,7 @@ def fail_after(monkeypatch, writes, error):
     ],
 )
 def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, before, writes, error):
-    """A disk that refuses is a sentence; an interrupt and a mistake of ours stay what they are."""
+    """A full disk gives a sentence; an interrupt and a bug of the plugin keep their types."""
     if before:
         quantized(model, out, "--high", 8)
     held = {path.name: path.read_bytes() for path in out.iterdir()} if before else None
@@ -231,7 +231,7 @@ def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, be
 
 
 def test_overwrite_replaces_the_whole_folder_or_nothing(model, out, monkeypatch):
-    out.mkdir(parents=True)  # an empty one is filled
+    out.mkdir(parents=True)  # an existing empty folder may be filled
     quantized(model, out, "--high", 8)
     assert "--overwrite" in refused("quantize", model.folder, "-o", out)
     rename = os.rename
@@ -288,13 +288,13 @@ SPOILED = {
     "biases": (
         "separate",
         lambda m: m.tensors.update({"model.layers.1.mlp.experts.0.gate_proj.bias": torch.zeros(INTERMEDIATE)}),
-        "biases for some projections of its experts and not for 23 others",
+        "biases for some projections of its experts, but not for 23 others",
     ),
     "a lost bias": ("gpt-oss", lambda m: m.tensors.pop(FUSED + "_bias"), "biases for some .* not for 1 others"),
     "a bias of another width": (
         "gpt-oss",
         lambda m: m.tensors.update({FUSED + "_bias": torch.zeros(EXPERTS, INTERMEDIATE)}),
-        r"gate_up_proj_bias .* \[4, 80\] .* \[4, 160\]\.",
+        r"gate_up_proj_bias .* \[4, 80\].* \[4, 160\]\.",
     ),
     "infinite biases": (
         "gpt-oss",
@@ -309,9 +309,9 @@ SPOILED = {
     "transposed": (
         "fused",
         lambda m: m.tensors.update({FUSED: m.tensors[FUSED].transpose(1, 2).contiguous()}),
-        "where config.json says",
+        "but config.json says",
     ),
-    "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[96, 80\] .* \[96, 64\]"),
+    "another width": ("separate", lambda m: m.config.update(moe_intermediate_size=64), r"\[96, 80\].* \[96, 64\]"),
     "too few experts named": ("separate", lambda m: m.config.update(num_experts=3), "config.json says 3"),
     "too many experts named": ("separate", lambda m: m.config.update(num_experts=5), "lacks 6 projections"),
     "no number of experts": ("separate", lambda m: m.config.pop("num_experts"), "num_experts or num_local_experts"),
@@ -320,7 +320,7 @@ SPOILED = {
     "a doubled expert": (
         "separate",
         lambda m: m.tensors.update({GATE.replace("gate_proj", "w1"): m.tensors[GATE].clone()}),
-        "is there twice",
+        "exists twice",
     ),
     "experts in two stacks": (
         "separate",
@@ -378,7 +378,7 @@ def test_targets_and_options_that_cannot_be_used_are_refused(model, out, tmp_pat
     assert "is not a dymoe checkpoint" in refused(*source, tmp_path / "precious", "--overwrite")
     assert (tmp_path / "precious" / "file").read_text() == "precious"
     assert "write to another folder" in refused(*source, model.folder, "--overwrite")
-    assert "/proc/nowhere" in refused(*source, "/proc/nowhere/out")  # read-only for root too
+    assert "/proc/nowhere" in refused(*source, "/proc/nowhere/out")  # read-only even for root
     assert "must be below high" in refused(*source, out, "--high", 2, "--low", 4)
     assert command(*source, out, "--high", 3).exit_code == 2
 

@@ -1,4 +1,4 @@
-"""``vllm-dymoe quantize`` and ``inspect`` on checkpoints that other tools have quantized."""
+"""``vllm-dymoe quantize`` and ``inspect`` on checkpoints that other tools quantized."""
 
 import json
 
@@ -20,7 +20,7 @@ def name_of(place):
 
 
 def make(folder, kind):
-    """A model with a tensor for each part of each projection, and its matrices by place."""
+    """Create a model with a tensor for each part of each projection, and return its matrices by place."""
     model = make_model(folder, dtype=dtype_of(kind))
     model.config["quantization_config"] = config_of(kind)
     matrices = {
@@ -34,7 +34,7 @@ def make(folder, kind):
 
 
 def stacked(folder, kind):
-    """The same in gpt-oss's form: all experts of a layer in a tensor, rows of gate and up in turns."""
+    """The same in the layout of gpt-oss: one tensor per layer with all experts, rows of gate and up alternating."""
     model, matrices = make(folder, kind)
     model.config["model_type"] = "gpt_oss"
     model.tensors = {name: tensor for name, tensor in model.tensors.items() if ".experts." not in name}
@@ -51,10 +51,10 @@ def stacked(folder, kind):
     return model, matrices
 
 
-@pytest.mark.parametrize("kind", [kind for kind in INTEGERS if kind != "int8"])  # those of 4 bits
+@pytest.mark.parametrize("kind", [kind for kind in INTEGERS if kind != "int8"])  # the 4-bit formats
 def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_halves(tmp_path, kind):
     model, matrices = make(tmp_path / "model", kind)
-    model.save(shards=3)  # tensors of one matrix lie in several files
+    model.save(shards=3)  # tensors of one matrix end up in several files
     out, name, ordered = tmp_path / "out", kind.removesuffix("-ordered"), kind == "gptq-ordered"
     said = quantized(model, out, "--low", 2)
     assert f"{name} checkpoint, 4 bits as they are, 2 bits inside the 4" in said
@@ -81,15 +81,15 @@ def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_hal
     report = json.loads(command("inspect", model.folder, "--json").stdout)
     assert report["kind"] == f"MoE checkpoint, experts quantized with {name} at 4 bits"
     assert (report["ordered"], report["group_size"]) == ([4] if ordered else [], 32)
-    assert ("columns in another order" in command("inspect", model.folder).stdout) == ordered
-    # g_idx and weight_shape included.
+    assert ("reordered columns" in command("inspect", model.folder).stdout) == ordered
+    # Includes g_idx and weight_shape.
     assert report["expert_bytes"] == sum(tensor.nbytes for name, tensor in model.tensors.items() if ".experts." in name)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
 def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
     if kind == "mxfp4":
-        monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # blocks of 32 hold no other
+        monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # a multiple of 32, the size of the blocks
     model, matrices = (stacked if kind == "mxfp4" else make)(tmp_path / "model", kind)
     model.save(shards=2)
     out, high = tmp_path / "out", next(iter(matrices.values())).bits
@@ -127,7 +127,7 @@ REFUSED = {
         lambda m: [m.tensors.pop(f"{FIRST}.{part}") for part in ("qweight", "qzeros", "scales")],
         "lacks 1 projections of experts, the first being the gate projection of expert 0 in layer 1",
     ),
-    "an unknown version": ("awq", set_config(version="gemv_fast"), 'version "gemv_fast", and only "gemm" can be read'),
+    "an unknown version": ("awq", set_config(version="gemv_fast"), 'version "gemv_fast", but only "gemm" can be read'),
     "a dtype that rounds scales": (
         "awq",
         lambda m: m.config.update(dtype="bfloat16"),

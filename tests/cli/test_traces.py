@@ -1,4 +1,4 @@
-"""``vllm-dymoe trace``: what is asked for, what is written, and what is refused."""
+"""``vllm-dymoe trace``: how it calls the engine, what it writes, and what it refuses."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.cli.checkpoints import command, refused
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the engine would be asked for; none is started."""
+    """Records the calls to the engine; no engine starts."""
     found = {}
 
     def record_trace(model, prompts, folder, **settings):
@@ -51,5 +51,5 @@ def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, asked):
     assert "cannot be read as prompts" in refused("trace", "m", "--prompts", path, "--out", out)
     path.write_text("one")
     assert "--options is not JSON" in refused("trace", "m", "--prompts", path, "--out", out, "--options", "{")
-    assert "--engine has to be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")
+    assert "--engine must be a JSON object" in refused("trace", "m", "--prompts", path, "--out", out, "--engine", "3")
     assert asked == {}

@@ -1,4 +1,4 @@
-"""``vllm-dymoe train``: from a trace to a file, and the sentences for traces that will not do."""
+"""``vllm-dymoe train``: from a trace to a predictor file, and the errors for unusable traces."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """Small random checkpoints of many architectures, written by transformers.
 
-Every model has few layers and experts, a small vocabulary and no tokenizer. Sizes that no block of 64 rows and no group
-of 64 columns divides are meant: experts have such sizes after tensor parallelism has cut them.
+Every model has few layers and experts, a small vocabulary and no tokenizer. The sizes are deliberately not multiples of
+64 rows or columns: experts have such sizes once tensor parallelism has split them.
 """
 
 import json
@@ -31,14 +31,16 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class Architecture:
-    config: str  # name of transformers' configuration class; the model class follows from it
-    sizes: dict[str, Any]  # that differ from the common ones
+    config: str  # name of the configuration class in transformers; the model class follows from it
+    sizes: dict[str, Any]  # sizes that differ from the common ones
     written: dict[str, Any] = field(default_factory=dict)
-    """What is changed in config.json afterwards, where transformers' words are not those of published checkpoints."""
+    """Changes to config.json, where transformers writes other names than published checkpoints have."""
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
-        """Write a random bf16 checkpoint, the same weights every time; ``fused`` with all experts of a layer in one
-        tensor, as transformers 5 has them in memory, in place of the names that checkpoints of this architecture have.
+        """Write a random bf16 checkpoint, with the same weights every time.
+
+        With ``fused``, one tensor holds all experts of a layer, as in the memory of transformers 5, instead of the
+        tensors that checkpoints of this architecture have.
         """
         config = getattr(transformers, self.config)(**(_COMMON | self.sizes))
         torch.manual_seed(0)
@@ -52,7 +54,7 @@ class Architecture:
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:
-    """Weights that make experts matter: behind transformers' own small ones the residual stream hides them."""
+    """Scale the weights so that experts matter: with transformers' own small weights the residual stream hides them."""
     if name.endswith(("bias", "sinks")):
         tensor.normal_(std=0.3)
     elif tensor.dim() > 1 and "embed" not in name:
@@ -107,7 +109,8 @@ ARCHITECTURES = {
     "phi-3.5-moe": Architecture(
         "PhimoeConfig",
         _EIGHT | {"attention_bias": True, "lm_head_bias": True},
-        # As in microsoft/Phi-3.5-MoE-instruct. With transformers' own name vLLM takes transformers' model, which fails.
+        # As in microsoft/Phi-3.5-MoE-instruct. With transformers' own name vLLM would choose transformers' model, which
+        # fails.
         written={"architectures": ["PhiMoEForCausalLM"]},
     ),
     "llama-4": Architecture(
@@ -161,7 +164,7 @@ NEMOTRON_H = Architecture(
         "ssm_state_size": 16,
     },
 )
-"""Experts of two matrices, which vLLM itself runs on GPUs only."""
+"""Experts with two matrices, which vLLM itself runs only on GPUs."""
 
 QWEN3_NEXT = Architecture(
     "Qwen3NextConfig",
@@ -180,4 +183,4 @@ QWEN3_NEXT = Architecture(
         "norm_topk_prob": True,
     },
 )
-"""With linear attention in every second layer."""
+"""Linear attention in every second layer."""

@@ -1,7 +1,7 @@
-"""Expert-parallel load balancing on a CPU, where vLLM refuses to configure it: for that, a CPU says that it is an XPU.
+"""Expert-parallel load balancing on a CPU, which vLLM allows once the CPU claims to be an XPU.
 
-What this platform has no code for is written here: a model runner that makes an ``EplbState``, and the Triton kernel
-that finds the physical experts of what routers choose. All else is vLLM's: its maps, policy, steps and messages.
+This module adds what vLLM's CPU platform lacks: a model runner that creates an ``EplbState``, and a replacement for the
+Triton kernel that maps the routers' choices to physical experts. Maps, policy, steps and messages are vLLM's.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ def configurable():
 
 
 class BalancedWorker(DymoeWorkerExtension):
-    """vLLM imports this module in each worker, before it makes one."""
+    """vLLM imports this module in each worker before it creates the worker."""
 
     def numbers(self):
-        """Of the expert that each physical expert stands for: [layers, physical experts] of all ranks, and of this."""
+        """Maps physical experts to logical ones: [layers, physical experts] of all ranks, and of this rank."""
         (state,) = self.model_runner.eplb_state.model_states.values()
         mine = torch.stack([numbers.flatten() for (numbers,) in state.model.expert_weights])
         return state.physical_to_logical_map.clone(), mine.clone()
@@ -61,7 +61,7 @@ def _map_and_record(
 
 
 class _Event(torch.Event):
-    """What vLLM puts in its place on a CPU takes no time."""
+    """vLLM's substitute on a CPU takes no time."""
 
     def elapsed_time(self, other):
         return 0.0

@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, one at a time, and what the tests ask of them."""
+"""Real vLLM engines in this process, one at a time, and helpers that query them."""
 
 import atexit
 import contextlib
@@ -21,16 +21,16 @@ import torch
 
 from tests.support.instead import Instead
 
-# Read by vLLM when it is imported: the engine core stays in this process, so that tests can look into the server.
+# vLLM reads this when it is imported: the engine core stays in this process, so that tests can inspect the server.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-# Stores that a test run packs are its own, and go with it.
+# A test run packs stores into a folder of its own, which is removed at the end.
 _STORES = tempfile.mkdtemp(prefix="dymoe-test-stores-")
 atexit.register(shutil.rmtree, _STORES, ignore_errors=True)
 os.environ["DYMOE_STORE_DIR"] = _STORES
 
 MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny_moe" / "model"
-VOCABULARY = 512  # of the small random models
+VOCABULARY = 512  # size for the small random models
 
 
 def prompts() -> list[str]:
@@ -38,18 +38,18 @@ def prompts() -> list[str]:
 
 
 def random_prompts(lengths: Iterable[int] = (5, 33, 12, 20), seed: int = 0) -> list[dict[str, list[int]]]:
-    """Random tokens for the random models, which have no tokenizer; the seed does not decide how many."""
+    """Random tokens for the random models, which have no tokenizer; the seed does not change their number."""
     chosen = random.Random(seed)
     return [{"prompt_token_ids": chosen.choices(range(2, VOCABULARY), k=length)} for length in lengths]
 
 
 @contextlib.contextmanager
 def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
-    """An engine; ``dymoe`` are the plugin's options, None serves without the plugin."""
+    """Start an engine. ``dymoe`` are the plugin's options; None serves without the plugin."""
     from vllm import LLM, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    envs.disable_envs_cache()  # an engine before this one has read the environment for good
+    envs.disable_envs_cache()  # an earlier engine has cached the environment for good
     if dymoe is not None:
         settings = {"quantization": "dymoe", "additional_config": {"dymoe": dymoe}} | settings
     defaults = {
@@ -74,7 +74,7 @@ def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: A
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
-    """What ``function`` returns, for engines that leave something behind over which vLLM's next engine stumbles."""
+    """Return what ``function`` returns, for engines whose leftovers would break vLLM's next engine in this process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result(timeout)
 
@@ -84,7 +84,7 @@ needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two 
 
 
 def prepare_rank(log: Path) -> None:
-    """In a process of its own: a core for each rank, and everything that is said goes to a file."""
+    """Run in a process of its own, with one core per rank and all output in a file."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, CORES))
@@ -98,7 +98,7 @@ def server_of(llm: Any) -> Any:
 
 @dataclass
 class Answer:
-    """Greedy tokens of one prompt, and the top log-probabilities at each."""
+    """Greedy tokens of one prompt, and the top log-probabilities at each position."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
@@ -110,7 +110,7 @@ class Answer:
 
 
 def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
-    """Greedy answers to prompts, given to the engine at once; texts, or {"prompt_token_ids": [...]} for each."""
+    """Greedy answers to prompts that are submitted together; texts, or {"prompt_token_ids": [...]} for each."""
     from vllm import SamplingParams
 
     words = isinstance(texts[0], str)
@@ -155,7 +155,9 @@ def resize(llm: Any, budget: str) -> None:
 
 
 def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns, once it has returned the same at every budget, from the same bits of every layer."""
+    """Return what ``ask`` returns, after checking that it is the same at every budget and from the same bits in
+    every layer.
+    """
     server, want, want_layers = server_of(llm), None, []
     for budget in budgets:
         resize(llm, budget)
@@ -174,7 +176,7 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
 
 
 class WatchedPolicy:
-    """A policy that keeps what it was asked and what it said."""
+    """A policy that records its calls and its answers."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -191,7 +193,7 @@ class WatchedPolicy:
 
 
 def watch(server: Any) -> WatchedPolicy:
-    """Serve on by a watched policy."""
+    """Continue to serve, with a watched policy."""
     watched = WatchedPolicy(server.policy)
     server.serve(server.options, watched)
     return watched
@@ -199,8 +201,9 @@ def watch(server: Any) -> WatchedPolicy:
 
 @contextlib.contextmanager
 def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -> Iterator[list[float]]:
-    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made, or
-    what ``change`` puts in its place."""
+    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made
+    (or another statistic: ``change``).
+    """
     from vllm_dymoe.vllm_plugin.gates import NEAR_TIE
 
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
@@ -220,9 +223,9 @@ def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -
 
 
 def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
-    """Share of equal tokens among those that can be compared: up to each prompt's first difference.
+    """Share of equal tokens up to each prompt's first difference.
 
-    Behind it the two continue different texts, and equal positions say nothing.
+    After the first difference the two continue different texts, and equal positions mean nothing.
     """
     compared = equal = 0
     for a, b in zip(ours, theirs, strict=True):
@@ -233,7 +236,7 @@ def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
 
 
 def share_of_likeliest(model: Any, prompts: Iterable[list[int]], answers: Iterable[list[int]]) -> float:
-    """Of the answers' tokens, those that a model of transformers finds likeliest in the same place."""
+    """Share of the answers' tokens that a transformers model finds likeliest at the same position."""
     found = []
     for read, said in zip(prompts, answers, strict=True):
         with torch.no_grad():
@@ -243,7 +246,7 @@ def share_of_likeliest(model: Any, prompts: Iterable[list[int]], answers: Iterab
 
 
 def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
-    """vLLM's own criterion: at the first different token each is among the other's top log-probabilities."""
+    """vLLM's own criterion: at the first difference, each token is among the other's top log-probabilities."""
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for position, (token_a, token_b) in enumerate(zip(a.tokens, b.tokens, strict=True)):
             if token_a != token_b:
@@ -254,9 +257,9 @@ def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
 
 
 def check_first_logprobs_close(ours: list[Answer], theirs: list[Answer], bound: float = 0.1) -> None:
-    """The first tokens follow the same text, whatever comes behind them.
+    """The first tokens see the same text, whatever follows.
 
-    Measured: at most 0.05, from the rounding of bfloat16; a compiled model and an eager one differ as much.
+    Measured: at most 0.05, from rounding to bfloat16; a compiled and an eager model differ as much.
     """
     for a, b in zip(ours, theirs, strict=True):
         first, want = a.logprobs[0], b.logprobs[0]
@@ -264,5 +267,5 @@ def check_first_logprobs_close(ours: list[Answer], theirs: list[Answer], bound: 
 
 
 def next_gate_accuracy(trace):
-    """How much of the next layer's choice its gate makes of this layer's input: [layers - 1]."""
+    """Share of the next layer's choices that its gate makes from this layer's input: [layers - 1]."""
     return (trace.experts[:, 1:, :, None] == trace.next_gate[..., None, :]).any(-1).double().mean((0, 2))

@@ -1,9 +1,9 @@
-"""A whole step as a CUDA graph would hold it, on a CPU: the operations of its capture, run again on the same memory.
+"""Whole steps as CUDA graphs, on a CPU: the operations of a capture run again on the same memory.
 
 A capture runs the model once and keeps every operation with its tensors. A replay runs these operations and nothing
-else: no Python of the model, of vLLM's layers or of ours. Two things are more than an operation of torch, and are
-launches here: attention, which on a CPU reads the step's metadata from the forward context, and the small-batch path,
-whose plain twin stands in for kernels. What a graph cannot hold ends the capture.
+else: no Python code of the model, vLLM's layers or the plugin. Two launches are more than one torch operation:
+attention, which on a CPU reads the step's metadata from the forward context, and the small-batch path, whose plain twin
+replaces the kernels. The capture fails at an operation that a graph cannot hold.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Capture(NoHost):
         self.launches: list[Launch] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        """Run an operation and keep it; that of a MoE layer is looked into."""
+        """Run an operation and keep it; a MoE layer's operation is also inspected."""
         options = options or {}
         if function is torch.ops.vllm_dymoe.moe_forward_into.default:
             with self:
@@ -41,7 +41,7 @@ class Capture(NoHost):
 
 
 class ReplayedStep:
-    """A model; stands in for vLLM's ``CUDAGraphWrapper`` around it."""
+    """A model with captured steps; replaces vLLM's ``CUDAGraphWrapper``."""
 
     def __init__(self, model: Any) -> None:
         self.replayed_model = model
@@ -74,7 +74,7 @@ class ReplayedStep:
 
 @contextlib.contextmanager
 def replayed_steps() -> Iterator[Replays]:
-    """Engines that start in a ``with`` block capture whole decode steps; the counts of what they do."""
+    """Let engines that start in the ``with`` block capture whole decode steps; yields the counts of their work."""
     seen.__init__()  # type: ignore[misc]
     load = CPUModelRunner.load_model
 

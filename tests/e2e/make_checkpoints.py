@@ -1,4 +1,4 @@
-"""Writes checkpoints/, small random models that ModelOpt itself has quantized and exported (by hand).
+"""Writes checkpoints/: small random models that ModelOpt itself quantizes and exports (by hand).
 
 pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
 pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-server==4.9.3
@@ -23,7 +23,7 @@ _KEPT = ("config.json", "hf_quant_config.json", "model.safetensors")
 
 
 def calibrate(model: torch.nn.Module) -> None:
-    """Random tokens, by which activations' scales are chosen."""
+    """Run random tokens, from which ModelOpt chooses the activations' scales."""
     torch.manual_seed(0)
     for _ in range(4):
         model(torch.randint(2, VOCABULARY, (2, 128)))

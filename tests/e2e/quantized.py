@@ -1,4 +1,4 @@
-"""Small random checkpoints as other tools quantize them, and the same weights at 16 bits."""
+"""Small random checkpoints in the formats of other tools, and the same weights at 16 bits."""
 
 import json
 import re
@@ -18,8 +18,9 @@ from vllm_dymoe.quantize.readers import make_reader
 
 
 def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = False) -> dict:
-    """Write folder/quantized, experts of a kind and with ``dense`` attention, too, and folder/plain with the same
-    weights at 16 bits; returns the experts' matrices by the names of these."""
+    """Write folder/quantized (experts, and with ``dense`` also attention, in a format) and folder/plain with the
+    same weights at 16 bits; returns the experts' matrices by the names in folder/plain.
+    """
     architecture.save(folder / "plain")
     plain, quantized, experts = {}, {}, {}
     for number, (name, tensor) in enumerate(load_file(folder / "plain" / "model.safetensors").items()):
@@ -30,7 +31,7 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
         if tensor.dim() == 2:
             made = {name: random_matrix(kind, *tensor.shape, seed=number)}
             plain[name] = made[name].dequantize().to(dtype_of(kind))
-        elif kind == "mxfp4":  # gpt-oss: transposed, but not when they are quantized
+        elif kind == "mxfp4":  # gpt-oss: transposed, but not when quantized
             stack = [random_matrix(kind, *one.t().shape, seed=100 * number + e) for e, one in enumerate(tensor)]
             plain[name] = torch.stack([matrix.dequantize().t() for matrix in stack]).bfloat16()
             packed = [parts_of(kind, matrix) for matrix in stack]
@@ -45,7 +46,7 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
     described = json.loads((folder / "plain" / "config.json").read_text())
     described["dtype"] = str(dtype_of(kind)).removeprefix("torch.")
     config, left = config_of(kind), dense_modules(plain)
-    if isinstance(config.get("quantization"), dict):  # ModelOpt's older form
+    if isinstance(config.get("quantization"), dict):  # the older format of ModelOpt
         config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
     if kind not in INTEGERS:
         config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
@@ -55,7 +56,7 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
 
 
 def _separate(stem: str, kind: str, stack: torch.Tensor, seed: int) -> dict:
-    """Random matrices for each projection in a stack [experts, columns, rows], as Llama 4's are when quantized."""
+    """Random matrices for each projection, stacked [experts, columns, rows] as in quantized Llama 4 checkpoints."""
     place, _, joined = stem.rpartition(".")
     projections = ("gate_proj", "up_proj") if "gate_up" in joined else ("down_proj",)
     experts, columns, rows = stack.shape
@@ -75,8 +76,9 @@ def _transposed_stack(separate: dict, experts: int) -> torch.Tensor:
 
 
 def dequantize_checkpoint(source: Path, folder: Path) -> dict:
-    """folder/plain with the weights of a checkpoint that another tool has written, as its reader has them; returns the
-    experts' matrices by the names of these."""
+    """Write folder/plain with the weights of another tool's checkpoint, as its reader returns them; returns the
+    experts' matrices by the names in folder/plain.
+    """
     described = json.loads((source / "config.json").read_text())
     reader = make_reader(described.pop("quantization_config"))
     tensors = load_file(source / "model.safetensors")
@@ -122,7 +124,7 @@ def _named(experts: dict) -> Iterator[tuple[int, int, int, Any]]:
 
 
 def check_store(store: Any, experts: dict) -> None:
-    """Every code and every weight of the high precision is the checkpoint's."""
+    """Check that every code and every weight of the high version is the checkpoint's."""
     bits, count = max(store.experts.formats), 0
 
     def read(key: SliceKey, format: Any, base: Any = None) -> Any:

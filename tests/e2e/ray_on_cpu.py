@@ -1,7 +1,7 @@
-"""Ray's executor on a CPU, whose platform vLLM gives no name at Ray: here a CPU says that it is a GPU of Ray's.
+"""Ray's executor on a CPU: vLLM knows no Ray resource for CPUs, so this CPU claims to be a GPU.
 
-Not "CPU": vLLM asks Ray for ``resources={key: 1}`` and for accelerators of this name, and Ray refuses "CPU" in the
-former and has none in the latter. Ray is told of two GPUs that are not there; it only counts them.
+"CPU" would not do: vLLM asks Ray for ``resources={key: 1}`` and for accelerators of this name, and Ray refuses "CPU" as
+the former and has none of the latter. Ray is told of two GPUs that do not exist; it only counts them.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def name_device():
-    """In every process that looks: Ray calls it in its workers, before vLLM's actors are made."""
+    """Applies in every process that looks: Ray calls it in its workers before vLLM creates its actors."""
     from vllm.platforms import current_platform
 
     type(current_platform).ray_device_key = "GPU"
 
 
 class RayWorker(DymoeWorkerExtension):
-    """Here, since tests.e2e.engines gives each process that imports it a folder of its own for stores."""
+    """Defined here, since tests.e2e.engines gives each process that imports it its own folder for stores."""
 
     def process(self):
         return os.getpid(), self.vllm_config.quant_config.loaded_model().server.experts.num_experts
@@ -31,10 +31,10 @@ class RayWorker(DymoeWorkerExtension):
 
 @contextlib.contextmanager
 def cluster():
-    """Ray on this machine, with room for two ranks, as long as this runs."""
+    """Ray on this machine, with room for two ranks, for the duration of a ``with`` block."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it, so that its name has to be short
+    folder = tempfile.mkdtemp(prefix="ray-")  # it contains sockets, so its name has to be short
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     name_device()
     ray.init(

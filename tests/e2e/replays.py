@@ -1,8 +1,8 @@
-"""CUDA graphs without CUDA: vLLM's compiled pieces in a real engine on a CPU, run as replayed graphs would be.
+"""CUDA graphs without CUDA: vLLM's compiled pieces in a real CPU engine, run as replayed graphs would be.
 
-A graph replays its capture: it reads and writes where the capture did, whatever its caller passes, and copies nothing.
-``ReplayedPiece`` stands in for vLLM's ``CUDAGraphWrapper`` and does the same with tensors. The tensors of a capture are
-kept alive, so that a fresh tensor never lies where one of them did, by luck.
+A graph replays its capture: it reads and writes the addresses of the capture, whatever its caller passes, and copies
+nothing. ``ReplayedPiece`` replaces vLLM's ``CUDAGraphWrapper`` and does the same with tensors. The tensors of a capture
+are kept alive, so that a new tensor never gets the address of one of them by chance.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from tests.support.launches import tensors
 
 @dataclass
 class Replays:
-    """What was seen since the engine started, of pieces or (``full_replays``) of whole steps."""
+    """Counts since the engine started, of pieces or (``full_replays``) of whole steps."""
 
-    replaying: bool = False  # whether they are captured and replayed; until it is set they run as they are called
+    replaying: bool = False  # whether pieces are captured and replayed; until then they run as they are called
     captures: list[int] = field(default_factory=list)  # tokens of each capture
     replays: int = 0
-    moved: int = 0  # replays that were called with a tensor at another address than in their capture
-    capturing: Any = None  # the capture of a step that runs
+    moved: int = 0  # replays called with a tensor at another address than in their capture
+    capturing: Any = None  # the capture of the step that is running
 
 
 seen = Replays()
@@ -83,14 +83,14 @@ def platform_with_graphs() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(CpuPlatform, name, value))
-        # It looks for operators of CUDA in every piece, and a CPU build has not all of them.
+        # The pass looks for CUDA operators in every piece, and a CPU build lacks some of them.
         stack.enter_context(mock.patch.object(FixFunctionalizationPass, "__call__", return_value=None))
         yield
 
 
 @contextlib.contextmanager
 def replayed_graphs() -> Iterator[Replays]:
-    """Engines that start in a ``with`` block have piecewise graphs, and the counts of what they do."""
+    """Let engines that start in the ``with`` block have piecewise graphs; yields the counts of their work."""
     seen.__init__()  # type: ignore[misc]
     with platform_with_graphs(), mock.patch.dict("os.environ", {"VLLM_DISABLE_COMPILE_CACHE": "1"}):
         yield seen

@@ -1,4 +1,4 @@
-"""``vllm-dymoe bench`` on the shipped model: rows through real engines, and a run that finds them done."""
+"""``vllm-dymoe bench`` on the shipped model: rows through real engines, and a second run that finds them done."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_engines_of_data_parallelism_are_one_row(tmp_path):
         measured = row["measured"]
         assert len(measured["outputs"]) == 4, "each engine has as many"
         assert measured["decode_tokens"] == 4 * 5
-        # Layers, experts for a token, tokens: of both engines, each of which counts at its own experts.
+        # Layers, experts per token, tokens: of both engines, each of which counts for its own experts.
         assert measured["decode"]["hits"] + measured["decode"]["misses"] > 8 * 4 * 4 * 4
 
 

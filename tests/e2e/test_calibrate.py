@@ -1,4 +1,4 @@
-"""Calibration in a real engine: what is recorded, how it goes on after a break, and what GPTQ makes of it."""
+"""Calibration in a real engine: what it records, how it resumes, and what GPTQ does with it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def llm():
-    # Prefix caching would leave out what was read before; a chunk is smaller than a part.
+    # Prefix caching would skip tokens read before; a chunk is smaller than a part.
     with engine(
         dymoe={"high": 16, "expert_budget": "50%"}, enable_prefix_caching=True, max_num_batched_tokens=128
     ) as llm:
@@ -40,7 +40,7 @@ def run(llm, out, progress=lambda done, total: None):
 
 @pytest.fixture(scope="module")
 def recorded(llm, tmp_path_factory):
-    """A calibration, and what the server was given meanwhile: by layer, inputs, weights and experts."""
+    """Calibrate, and return the calibration with the server's inputs, weights and experts by layer."""
     server, seen = server_of(llm), [([], [], []) for _ in range(LAYERS)]
     original = server.host_planned.forward
 
@@ -85,7 +85,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
     with pytest.raises(KeyboardInterrupt):
         run(llm, out, ended)
     assert recording.missing(out) == list(range(1, len(recording.parts)))
-    # In the middle of a part: its first step is recorded, then the rest is not asked for.
+    # Stops in the middle of a part: its first step is recorded, and the rest is not requested.
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     model.observation.record(recording.part(out, 1), recording.parts[1])
     llm.generate({"prompt_token_ids": list(range(5, 50))}, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks a tensor is refused with its name, and is never served with what the memory held."""
+"""A checkpoint that lacks a tensor is refused by the tensor's name; it is never served with uninitialized memory."""
 
 import shutil
 
@@ -18,7 +18,7 @@ CUT = {
     "model.norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-"""What vLLM's model calls each tensor that is cut."""
+"""Maps each tensor that is removed to its name in vLLM's model."""
 
 
 def without(folder, name, target):
@@ -32,7 +32,7 @@ def without(folder, name, target):
 
 
 def starts(folders, options):
-    """What ends the start of each, or None."""
+    """Return the error of each start, or None."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     found = []

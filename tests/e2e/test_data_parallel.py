@@ -1,4 +1,4 @@
-"""Two engines whose tokens meet at each other's experts: data parallelism with expert parallelism on two cores."""
+"""Two engines that use each other's experts: data parallelism with expert parallelism on two cores."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ def describe(worker):
 
 
 def serve(rank, port, folder, options, settings):
-    """What one of two engines answers: to prompts of its own, without any, and when an expert cannot be read."""
+    """Answers of one of the two engines: to its own prompts, with no prompts, and when an expert cannot be read."""
     from vllm import SamplingParams
 
     prepare_rank(folder / f"log-{rank}")
@@ -71,7 +71,7 @@ def serve(rank, port, folder, options, settings):
         core, asked = llm.llm_engine, itertools.count()
 
         def together(texts):
-            """Completions of this engine's prompts, once neither engine has a request any more."""
+            """Completions of this engine's prompts, once neither engine has requests left."""
             names = [str(next(asked)) for _ in texts]
             for name, text in zip(names, texts, strict=True):
                 core.add_request(name, text, sampling)
@@ -84,7 +84,7 @@ def serve(rank, port, folder, options, settings):
         def answers(texts):
             return list(map(Answer.of, together(texts)))
 
-        together([])  # both are there
+        together([])  # wait until both are up
         numbers = [llm.collective_rpc("numbers")[0]] if "enable_eplb" in settings else []
         result["experts"] = llm.collective_rpc(describe)[0]
         own = prompts()[:5] if rank == 0 else prompts()[5:7]
@@ -153,7 +153,8 @@ def test_the_budget_changes_no_bit_and_tokens_that_fill_up_are_no_uses(engines, 
         assert result["awake"] == result["both", "25%"]
     assert engines[1]["first alone", "25%"] == []
     for budget in ("100%", "25%"):
-        # Sums in another order choose another expert where two are nearly tied; dummy tokens would add half as many.
+        # Sums in another order choose another expert where two are nearly tied; dummy tokens would add half as many
+        # uses.
         assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
         assert all(result["uses", budget] > 0 for result in engines)
 
@@ -168,7 +169,9 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
 
 
 def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
-    """One of them packs the store, and its experts are in host memory once. The host plans: it reads what may fail."""
+    """One engine packs the store, and host memory holds its experts once. The host plans, since it does the reads
+    that fail.
+    """
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch", "planning": "host"}
     engines = serve_two(tmp_path, options)
     said = [(tmp_path / f"log-{rank}").read_text() for rank in (0, 1)]
@@ -188,8 +191,25 @@ def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_
     assert engines[1]["after"] == engines[1]["both", "25%"]
 
 
+def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alone):
+    """On the emulated card: no host in a step, and tokens that fill up are no uses there either."""
+    options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0}
+    engines = serve_two(tmp_path, options, enable_expert_parallel=True)
+    for rank in (0, 1):
+        assert "decode is planned by the device" in (tmp_path / f"log-{rank}").read_text()
+    for which in (("both", "100%"), ("both", "25%"), "awake", "after"):
+        check_logprobs_close(alone[0], engines[0][which] + engines[1][which])
+    for result in engines:
+        for which in ("both", "first alone"):
+            assert result[which, "100%"] == result[which, "25%"]
+        assert result["awake"] == result["after"] == result["both", "25%"]
+        assert all(reason == "length" for reason, _ in result["failed"]), "nothing is read but memory"
+    for budget in ("100%", "25%"):
+        assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
+
+
 def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
-    """A machine stores all of them once, and between two budgets only the order of sums changes."""
+    """The machine stores all experts once; between the two budgets only the order of sums changes."""
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
     engines = serve_two(tmp_path, options, enable_expert_parallel=True, enable_eplb=True)
     for which in (("both", "100%"), ("both", "25%"), "awake", "after"):
@@ -203,4 +223,4 @@ def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
     assert all(result["experts"][0] == 32 and "shared by ranks" in result["experts"][1] for result in engines)
     assert all(result["uses", "25%"] > 0 for result in engines)
     for number, result in enumerate(engines):
-        assert [reason for reason, _ in result["failed"]] == ["error"] * (2 - number)
+        assert [reason for reason, _ in result["failed"]] == ["length"] * (2 - number), "the device reads memory"

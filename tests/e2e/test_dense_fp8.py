@@ -1,4 +1,4 @@
-"""``dense`` as on a GPU, through vLLM's engine: its own online FP8 while the model loads, with a CPU's kernels."""
+"""``dense`` through vLLM's engine: vLLM's own online FP8 while the model loads, with CPU kernels."""
 
 from types import SimpleNamespace
 

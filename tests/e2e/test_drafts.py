@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction whose experts have another format than the model's, through the real engine."""
+"""Multi-token prediction layers whose experts have another format than the model's, through the real engine."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.architectures import QWEN3_NEXT
-from tests.e2e.engines import answer, answers_at_budgets, random_prompts, server_of, small_engine
+from tests.e2e.engines import answer, answers_at_budgets, random_prompts, resize, server_of, small_engine
 from tests.e2e.quantized import write
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.options import Options
@@ -20,8 +20,9 @@ SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 
 
 def add_drafts(folder):
-    """A layer of drafts at 16 bits, as published checkpoints have it, and a quantization that leaves it alone but for
-    ``mtp.fc``, which its list forgets."""
+    """A 16-bit draft layer as in published checkpoints, and a quantization config that excludes it, except for
+    ``mtp.fc``, which its list forgets.
+    """
     tensors = load_file(folder / "model.safetensors")
     last = "model.layers.1."
     generator = torch.Generator().manual_seed(1)
@@ -60,7 +61,9 @@ def answers(llm):
 
 
 def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
-    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5; and what `vllm-dymoe quantize` makes of one."""
+    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5, and the checkpoint that `vllm-dymoe quantize` makes of
+    one.
+    """
     write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
     add_drafts(tmp_path / "quantized")
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
@@ -77,3 +80,27 @@ def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
         server = server_of(llm)
         assert server.experts.draft_layers == 1
         assert answers(llm) == want
+
+
+@pytest.mark.parametrize("policy", ["exact", "duoserve"])
+def test_the_device_plans_a_draft_as_well(tmp_path, policy):
+    """On the emulated card; several tokens are proposed, so that the draft's layer runs as often in a step."""
+    write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
+    add_drafts(tmp_path / "quantized")
+    options = {"expert_budget": "50%", "policy": policy, "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
+    speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+    with small_engine(tmp_path / "quantized", options | {"planning": "host"}, **speculation) as llm:
+        assert server_of(llm).small_batches is None
+        want = answers(llm)
+    with small_engine(tmp_path / "quantized", options, **speculation) as llm:
+        server = server_of(llm)
+        assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
+        assert server.small_batches is not None, server.host_plans_because
+        for budget in ("100%", "30%"):
+            resize(llm, budget)
+            server.reset_stats()
+            assert answers(llm) == want
+            server.check_integrity()
+            table = server.cache.device_table.table
+            assert (table.step > 0).all()
+        assert server.stats().misses > 0

@@ -1,4 +1,4 @@
-"""Versions that move under a real engine: nothing waits, even for copies that never end."""
+"""Versions that migrate in a real engine: nothing waits, even for copies that never end."""
 
 import threading
 import time
@@ -26,9 +26,10 @@ pytestmark = pytest.mark.engine
 
 
 def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkeypatch):
-    """Versions that exclude each other move only when both of a pair are there, so that a copy that hangs changes
-    nothing."""
-    # A copy that has not arrived after a whole window is given up, so that windows are longer than copies.
+    """Versions that exclude each other move only once both of a pair have arrived, so a copy that hangs changes
+    nothing.
+    """
+    # A copy that has not arrived after a whole window is abandoned, so windows must be longer than copies.
     parameters = {"window_s": 0.02, "window_uses": 1, "link_share": 1.0, "margin": 0}
     options = {"high": 16, "low": 4, "expert_budget": "50%", "policy": "dynaexq", "policy_options": parameters}
     with engine(dymoe=options) as llm:
@@ -66,7 +67,7 @@ def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkey
 
 
 def test_replayed_steps_read_what_is_published_without_a_new_capture():
-    """Whole decode steps that were captured before; eager ones with the same rows answer alike, to the last bit."""
+    """Decode steps captured earlier and eager steps with the same rows give the same answers, bit for bit."""
     parameters = {"window_s": 0, "window_uses": 0.5, "link_share": 1.0, "margin": 0, "in_flight": 8}
     options = {"high": 4, "low": 2, "expert_budget": "70%", "policy": "dynaexq", "policy_options": parameters}
     options |= {"host_store": "pinned", "planning": "device"}
@@ -105,7 +106,7 @@ FOLLOWING = {"window_s": 0, "window_uses": 1, "link_share": 1.0, "margin": 0}
 
 
 def watch(worker):
-    """Note the map of each step on a rank; copies of the second rank are slow."""
+    """Record the map of each step on a rank; the second rank's copies are slow."""
     server = _server(worker)
     worker.maps, begin, read = [], server.host_planned.begin_step, server.store.read_into
 
@@ -130,7 +131,7 @@ def watched(worker):
 
 
 def serve_two_ranks(log):
-    """The maps of two ranks while versions move, and answers with the one at the end."""
+    """Return the maps of two ranks while versions move, and the answers with the final map."""
     prepare_rank(log)
     options = TWO | {"expert_budget": "75%", "policy_options": FOLLOWING}
     with engine(dymoe=options, distributed_executor_backend="mp", tensor_parallel_size=2) as llm:

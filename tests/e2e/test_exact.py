@@ -1,4 +1,4 @@
-"""Invariants 1 and 3 and vLLM's answers through the real engine on the shipped model."""
+"""Invariants 1 and 3, and agreement with vLLM's answers, through the real engine on the shipped model."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ from vllm_dymoe.quantize.convert import convert
 pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "25%", "minimum")
-# Of which retention 1 is the policy "exact"; in both engines, so that a lower one can be compared between them.
+# Retention 1 is the policy "exact"; both engines use these options, so that tests can compare them at a lower one.
 WATCHED = {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "look_ahead": 0}
 EXACT = {"high": 16, "low": 2, "policy": "dymoe", "policy_options": WATCHED}
 
@@ -37,7 +37,7 @@ def every_budget(llm):
 
 
 def answers_of(**settings):
-    """Answers at 16 bits, those with half of the experts at 2, and the heavy hitters of each layer."""
+    """Answers at 16 bits, answers with half of the experts at 2 bits, and the heavy hitters of each layer."""
     with engine(dymoe=EXACT | {"expert_budget": "25%"}, **settings) as llm:
         exact, server = every_budget(llm), server_of(llm)
         server.resize("25%")
@@ -78,7 +78,7 @@ def test_compiled_models_have_the_heavy_hitters_of_eager_ones(eager, compiled):
     assert len(heavy_compiled) == len(heavy) > 0
     for ours, theirs in zip(heavy_compiled, heavy, strict=True):
         assert 0 < int(theirs.sum()) < len(theirs)
-        # Attention is computed from numbers that are rounded elsewhere: a token at the border may change sides.
+        # Attention comes from numbers that are rounded elsewhere: a token on the boundary may change sides.
         assert float((ours == theirs).float().mean()) > 0.95
     check_logprobs_close(less_compiled, less)
     assert equal_share(less_compiled, less) >= 0.97
@@ -97,5 +97,5 @@ def test_points_of_a_lattice_have_the_same_bits_at_every_budget_and_answers_near
         formats = server_of(llm).store.experts.formats
         assert {bits: fmt.encoding for bits, fmt in formats.items()} == {4: E8_NESTED, 2: E8_BASE}
         got = answers_at_budgets(llm, ("100%", "minimum"), lambda: answer(llm, prompts()[:3]))
-    # A wrong scale, rotation or slice leaves fewer than a tenth of the tokens.
+    # A wrong scale, rotation or slice leaves fewer than a tenth of the tokens equal.
     assert equal_share(got, plain_answers[:3]) > 0.5

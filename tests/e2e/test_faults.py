@@ -1,4 +1,4 @@
-"""Faults of the store under a real engine: the requests of the step fail with one sentence, the next ones are right."""
+"""Store faults under a real engine: the requests of the step fail with one sentence, and later ones are right."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ LAYERS = 8
 
 
 class FaultyReads(FaultyStore):
-    """Breaks reads of a server's store, the ``nth`` of a layer and every later one of it, while it is armed."""
+    """While armed, breaks reads of a server's store: the ``nth`` of a layer and all later ones of that layer."""
 
     def arm(self, layer, nth=1, how="fail"):
         self.broken, begin = False, len(self.reads)
 
         def action(number, key):
             if key.layer != layer or [key.layer for _, key in self.reads[begin:]].count(layer) < nth - 1:
-                return "cold"  # every read is left to a thread
+                return "cold"  # every read goes to a thread
             self.broken = True
             return how
 
@@ -38,7 +38,9 @@ class FaultyReads(FaultyStore):
 
 @pytest.fixture(scope="module")
 def llm():
-    """Steps of at most 64 tokens and 8 requests, prefixes cached, a quarter of the experts on the device."""
+    """Start an engine with steps of at most 64 tokens and 8 requests, prefix caching, and a quarter of the experts
+    resident.
+    """
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     with engine(dymoe={"high": 4, "expert_budget": "25%", "misses": "fetch"}, **settings) as llm:
         yield llm
@@ -91,7 +93,7 @@ def check_failed(outputs, sentence):
 
 
 def check_well(llm, want):
-    """No slot is lost, and the same prompts give the same tokens, found in the prefix cache or not."""
+    """No slot is lost, and the same prompts give the same tokens, whether the prefix cache has them or not."""
     server = server_of(llm)
     server.check_integrity()
     for _ in range(2):
@@ -118,7 +120,7 @@ def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, p
 
 
 def finish_with_fault(llm, reads):
-    """Step until a read was broken; that step must end every request, and the reads after it are well again."""
+    """Step until a read breaks; that step must end every request. Later reads work again."""
     done = {}
     while not reads.broken:
         done |= step(llm)
@@ -128,7 +130,7 @@ def finish_with_fault(llm, reads):
 
 @contextlib.contextmanager
 def damaged(path, damage):
-    """A shard that is damaged for a while, under the same inode."""
+    """Damage a shard temporarily, under the same inode."""
     whole = path.read_bytes()
     with path.open("r+b") as file:
         damage(file, len(whole))
@@ -157,7 +159,7 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
     assert server.host_planned.fetcher.orphaned
     with pytest.raises(ValueError, match="have not ended"):
         server.resize("50%")
-    if budget == "minimum":  # its only slot is the one that is being read into
+    if budget == "minimum":  # the only slot is the one being filled
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
@@ -173,7 +175,7 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
 
 @needs_two_cores
 def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
-    """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits for ever."""
+    """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits forever."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
     traces = tmp_path / "traces"
     options = {"high": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces),

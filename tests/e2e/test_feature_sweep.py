@@ -1,6 +1,6 @@
-"""What users ask of vLLM's sampler and inputs, once of stock vLLM and once with a quarter of the experts resident.
+"""Features of vLLM's sampler and inputs: stock vLLM against the plugin with a quarter of the experts resident.
 
-Both have 16 bits: log-probabilities agree within the rounding of bfloat16, and texts up to near ties.
+Both use 16 bits: log-probabilities agree within the rounding of bfloat16, and texts agree up to near ties.
 """
 
 import json
@@ -28,10 +28,16 @@ STOP = [".", ",", "\n"]
 
 
 def furthest(ours, theirs):
-    """How far the log-probabilities of the same tokens lie apart, in parts of what rounding allows: 0.1 as measured in
-    ``check_first_logprobs_close``, and of unlikely tokens more, whose logits of bfloat16 are small differences of
-    numbers as large as their log-probability."""
-    return max(abs(ours[t] - theirs[t]) / (0.1 + abs(theirs[t]) / 32) for t in ours.keys() & theirs.keys())
+    """Largest difference between log-probabilities of the same tokens, relative to what rounding allows.
+
+    Rounding allows 0.1, as measured in ``check_first_logprobs_close``, and more for unlikely tokens: their bfloat16
+    logits are small differences of numbers as large as their log-probability. What a grammar forbids is infinitely
+    unlikely in both.
+
+    Measured on two cores with AVX-512: 0.68 for sampled texts, 0.50 for prompts, 0.33 for others, 0.16 with the regex.
+    """
+    both = [t for t in ours.keys() & theirs.keys() if ours[t] != theirs[t]]
+    return max((abs(ours[t] - theirs[t]) / (0.1 + abs(theirs[t]) / 32) for t in both), default=0)
 
 
 def ask(llm, text=None, **settings):
@@ -48,7 +54,7 @@ def embedded(llm, text):
 
 
 def features(llm):
-    """The answers to everything, by feature."""
+    """Return the answers to all requests, by feature."""
     first = prompts()[0]
     structured = {name: StructuredOutputsParams(**{name: said}) for name, said in (("json", SCHEMA), ("regex", CHOICE))}
     (beams,) = llm.beam_search([{"prompt": first}], BeamSearchParams(beam_width=3, max_tokens=6))
@@ -86,7 +92,7 @@ def of(both, name):
 
 
 def test_log_probabilities_of_prompts(both):
-    """The likeliest token of each place is the same, but for near ties."""
+    """The likeliest token at each position is the same, except for near ties: measured, at all of 47 positions."""
     compared = equal = 0
     for ours, theirs in zip(*(each["prompt_logprobs"] for each in both), strict=True):
         assert ours.prompt_token_ids == theirs.prompt_token_ids
@@ -94,7 +100,8 @@ def test_log_probabilities_of_prompts(both):
         for pair in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
             mine, other = (max(said, key=lambda token: said[token].logprob) for said in pair)
             compared, equal = compared + 1, equal + (mine == other)
-    assert equal > 0.8 * compared
+            assert furthest(*({token: entry.logprob for token, entry in said.items()} for said in pair)) < 1
+    assert equal > 0.95 * compared
 
 
 @pytest.mark.parametrize("name", ["n", "json", "regex", "stop", "bias", "embeddings", "again", "cached"])
@@ -104,19 +111,17 @@ def test_answers(both, name):
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.tokens == b.tokens]
     if name in ("again", "cached", "embeddings"):
         check_logprobs_close(ours, theirs)
-    # A near tie may go the other way, after which texts differ in length and content.
+    # A near tie may be decided differently; after that, texts differ in length and content.
     assert len(same) >= len(ours) // 2
-    if name in ("json", "regex"):
-        return  # what a grammar allows may be so unlikely that rounding moves it far
     for a, b in same:
         for mine, other in zip(a.logprobs, b.logprobs, strict=True):
-            assert furthest(mine, other) < 2, (mine, other)  # of longer texts than those that 0.1 was measured with
+            assert furthest(mine, other) < 1, (mine, other)
 
 
 def test_what_is_asked_for_is_what_comes(both):
     ours = both[0]
     texts = {name: [output.outputs[0].text for output in ours[name]] for name in ("json", "regex", "stop")}
-    for output in ours["json"]:  # which may have any number of blanks, and be cut off
+    for output in ours["json"]:  # the JSON may contain any number of blanks, and be cut off
         text, ended = output.outputs[0].text, output.outputs[0].finish_reason == "stop"
         assert json.loads(text).keys() == {"name", "count"} if ended else text.startswith("{")
     assert all(re.fullmatch(CHOICE, text) for text in texts["regex"])
@@ -130,7 +135,8 @@ def test_what_is_asked_for_is_what_comes(both):
 def test_beams(both):
     ours, theirs = (each["beams"] for each in both)
     assert len(ours) == len(theirs) == 3
-    # Six tokens each.
+    # Six tokens each. Measured: 0.01 of the best; 0.36 of the worst, where another text comes third.
+    assert abs(ours[0] - theirs[0]) < 0.1
     assert all(abs(mine - other) < 6 * 0.1 for mine, other in zip(ours, theirs, strict=True))
 
 
@@ -147,12 +153,14 @@ def test_a_cache_of_keys_and_values_in_fp8():
         lambda llm: [Answer.of(output.outputs[0]) for output in ask(llm)], kv_cache_dtype="fp8"
     )
     check_logprobs_close(ours, theirs)
-    assert equal_share(ours, theirs) > 0.8
+    assert equal_share(ours, theirs) > 0.9  # measured: all of 48 tokens
 
 
 def test_pooled_embeddings():
+    """Measured: 0.00001 less than 1, and no element more than 0.002 apart."""
+
     def use(llm):
         return torch.tensor([output.outputs.embedding for output in llm.embed(prompts()[:4], use_tqdm=False)])
 
     ours, theirs = ours_and_stock(use, runner="pooling", convert="embed")
-    assert torch.cosine_similarity(ours, theirs).min() > 0.999
+    assert torch.cosine_similarity(ours, theirs).min() > 0.9999

@@ -1,7 +1,7 @@
 """vLLM's own features with the plugin, each compared with the plugin's plain answers.
 
-Where a feature computes other tokens together, sums are taken in another order, as in vLLM itself: there vLLM's
-logprobs-close criterion and a share of equal tokens decide.
+Where a feature computes tokens together in another grouping, sums are taken in another order, as in vLLM itself; there
+vLLM's logprobs-close criterion and a share of equal tokens decide.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ OPTIONS = {"high": 4, "expert_budget": "25%"}
 
 
 def long_prompts():
-    """Four prompts of 150 tokens and more, the first of them twice."""
+    """Four prompts of 150 tokens and more; the first one occurs twice."""
     texts = ["\n".join(prompts()[i : i + 5]) for i in (0, 5, 10)]
     return [*texts, texts[0]]
 
@@ -57,7 +57,7 @@ def long_answers(plain):
 
 @pytest.fixture(scope="module")
 def crowded():
-    """Chunks of 48 tokens, cached prefixes, and room for 20 blocks of 32 tokens in the KV cache."""
+    """An engine with chunks of 48 tokens, prefix caching, and a KV cache of 20 blocks of 32 tokens."""
     settings = {
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
@@ -72,7 +72,7 @@ def crowded():
 
 @contextlib.contextmanager
 def counted_tokens(llm):
-    """Tokens of every step, as the first MoE layer sees them."""
+    """Record the tokens of every step, as the first MoE layer sees them."""
     steps = []
     with recorded_layers(server_of(llm)) as layers:
         yield steps
@@ -129,7 +129,7 @@ def test_preempted_requests_give_the_same_answers(crowded, plain):
 
 
 def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
-    """Half of the requests are aborted, one in each step; the rest answers, and nothing stays pinned."""
+    """Half of the requests are aborted, one per step; the others are answered, and no expert stays pinned."""
     llm_engine = plain.llm_engine
     settings = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=5)
     for number, text in enumerate(prompts()):
@@ -178,8 +178,8 @@ def test_dense_layers_of_eight_bits_answer_like_those_of_sixteen_and_no_budget_c
 
 
 def speculate():
-    """Answers with tokens predicted from the text so far; of one prompt alone also the number of steps."""
-    os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling what predictions takes a minute, and changes no prediction
+    """Answers with tokens predicted from the text so far; for one prompt alone also the number of steps."""
+    os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling the proposer takes a minute and changes no prediction
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     options = OPTIONS | {"planning": "device", "host_store": "pinned"}
     with engine(dymoe=options, speculative_config=speculation) as llm:
@@ -193,8 +193,8 @@ def speculate():
 
 
 def test_ngram_speculation_gives_the_same_tokens_in_fewer_steps(plain_answers):
-    """Where the device plans; test_models has drafts of a model, where the host does."""
-    # Not in this process: it leaves modules of numba's behind, over which vLLM stumbles when it creates an engine.
+    """With device planning; test_models covers draft models with host planning."""
+    # In a process of its own: it leaves numba modules behind that break vLLM's next engine.
     answers, tokens, steps = in_own_process(speculate)
     assert tokens > steps, "no draft was accepted"
     check_same_text(answers, plain_answers[:6])

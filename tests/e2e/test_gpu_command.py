@@ -1,4 +1,4 @@
-"""The part of `make gpu` that needs vLLM, with vLLM's CPU build and without a card."""
+"""The part of `make gpu` that needs vLLM, on vLLM's CPU build and without a card."""
 
 import pytest
 import vllm
@@ -8,12 +8,12 @@ from tests.kernels.host_card import Inline
 from tests.support.benchmarks import modules_of
 
 NAMES = "off", "over whole steps"
-"""Of the graphs. Those with drafts run, too; pieces need a compiled model."""
+"""Checks of the graphs. Those with drafts run, too; those with compiled pieces need a compiled model."""
 
 
 @pytest.fixture
 def part(monkeypatch):
-    """Engines in this process. As on a card the device plans, and decode steps are captured once they run."""
+    """Engines in this process. As on a card, the device plans, and decode steps are captured at their first run."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     original = vllm.LLM
     with modules_of("gpu"), replayed_steps() as seen:
@@ -37,7 +37,7 @@ def part(monkeypatch):
 
 @pytest.mark.engine
 def test_every_line_but_those_of_a_card_runs(part, tmp_path):
-    """Alone, together, three that fill up a graph for four, and one that comes late, at both budgets."""
+    """One request, several together, three that fill a graph for four, and one that comes late, at both budgets."""
     from record import Found, Recorder
 
     path = tmp_path / "engine.jsonl"

@@ -1,4 +1,4 @@
-"""What is packed once is never packed again, through the real engine."""
+"""Experts that were packed once are never packed again, through the real engine."""
 
 import pytest
 
@@ -23,11 +23,11 @@ def test_a_second_start_never_quantizes_again(tmp_path, monkeypatch):
             counts = server_of(llm).host_planned.counts
             assert (counts.cpu_executed > 0) is server_of(llm).store.mapped, "in memory a slot is the same memory"
             for level in (1, 2):
-                llm.sleep(level)  # what it frees is measured where slots are large (tests/server/test_sleep.py)
+                llm.sleep(level)  # tests/server/test_sleep.py measures what sleep frees, with large slots
                 assert not server_of(llm).cache.pools
                 assert kind is FileStore or (server_of(llm).store.slots.nbytes == 0) is (level == 2)
                 llm.wake_up()
-                if level == 2:  # which loses dense weights on a device with memory of its own
+                if level == 2:  # level 2 discards dense weights on a device with its own memory
                     llm.collective_rpc("reload_weights")
                 tokens.append([a.tokens for a in answer(llm, prompts()[:4], max_tokens=16, logprobs=None)])
                 server_of(llm).check_integrity()

@@ -1,4 +1,4 @@
-"""vLLM's second model runner, in a process of its own: what makes it run on a CPU must be there before vLLM is."""
+"""vLLM's second model runner, in a process of its own: its setup for CPUs must precede vLLM's import."""
 
 import subprocess
 import sys

@@ -43,12 +43,12 @@ def answers(llm):
 
 
 def its_neighbour(gate):
-    """A wrong gate: it has every score that the right one has, for the expert behind."""
+    """A wrong gate: each expert gets the score of its neighbour."""
     return replace(gate, logits=lambda x: gate.logits(x).roll(1, -1))
 
 
 def check_converted(llm, folder):
-    """What was packed while a checkpoint loaded is what converting it writes: every byte of both versions."""
+    """Packing while a checkpoint loads writes the same bytes of both versions as converting it."""
     store, converted = server_of(llm).store, folder.with_name("converted")
     convert(Checkpoint.open(folder), converted, Options(**BOTH))
     files = FileStore(converted)
@@ -59,7 +59,7 @@ def check_converted(llm, folder):
 
 
 def check_precisions_by_load(llm):
-    """MLA hands over no queries and keys, by which tokens would be weighed: every token of a prompt counts."""
+    """MLA passes no queries and keys from which to weight tokens, so every token of a prompt counts equally."""
     server = server_of(llm)
     resize(llm, "100%")
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
@@ -79,7 +79,9 @@ def check_precisions_by_load(llm):
 
 
 def check_sixteen_bits(folder, served=None, policy=None, more=lambda llm: None):
-    """vLLM's answers to the random prompts, from a folder; ours are from ``served``, the same model."""
+    """vLLM's answers to the random prompts, for a model in a folder; ``served`` gives the plugin's for the same
+    model.
+    """
     with small_engine(folder) as llm:
         theirs = answers(llm)
     with small_engine(served or folder, BOTH | (policy or {})) as llm:
@@ -90,7 +92,7 @@ def check_sixteen_bits(folder, served=None, policy=None, more=lambda llm: None):
             answer(llm, random_prompts(), max_tokens=2)
         ours = answers_at_budgets(llm, BUDGETS, lambda: answers(llm))
         more(llm)
-    # The gate that was found for a layer, given that layer's own input, chooses what vLLM chose, or a near tie of it.
+    # The gate found for a layer, applied to that layer's own input, chooses what vLLM chose, or a near tie.
     assert min(shares) == 1
     assert min(planted) < 0.9, "a wrong gate passes for the right one"
     check_logprobs_close(ours, theirs)
@@ -104,7 +106,7 @@ def test_sixteen_bits_agree_with_vllm_at_every_budget(name, tmp_path):
 
 
 def test_one_tensor_for_a_whole_layer_is_the_same_model_as_one_for_each_projection(tmp_path):
-    """vLLM reads qwen3-moe with both sets of names."""
+    """vLLM reads qwen3-moe checkpoints with either set of tensor names."""
     fused = ARCHITECTURES["qwen3-moe"].save(tmp_path / "fused", fused=True)
     check_sixteen_bits(ARCHITECTURES["qwen3-moe"].save(tmp_path / "separate"), fused)
 
@@ -118,7 +120,7 @@ def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
 
 
 def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path):
-    """vLLM refuses Nemotron-H's layers on a CPU, since its own kernels cannot compute them there; ours can."""
+    """vLLM refuses Nemotron-H's layers on a CPU, where its kernels cannot compute them; the plugin's kernels can."""
     folder = NEMOTRON_H.save(tmp_path / "model")
     on_a_gpu = mock.patch("vllm.model_executor.layers.fused_moe.config.current_platform")
     with on_a_gpu, small_engine(folder, {"high": 16}) as llm:
@@ -126,15 +128,15 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
         given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
-    # bf16 against float32: now and then a router chooses otherwise. Without experts nearly all would differ.
+    # bf16 against float32: now and then a router chooses differently. Without experts nearly all tokens would differ.
     assert share_of_likeliest(model, read, [ours.tokens for ours in given]) > 0.8
 
 
 def save_with_drafts(folder):
-    """GLM-4 MoE with a layer of multi-token prediction, under the names of the published checkpoints.
+    """GLM-4 MoE with a multi-token prediction layer, under the tensor names of the published checkpoints.
 
     The embedding outweighs all layers, so that the next token mostly follows from the last one, and the draft, which
-    sees it, is sometimes right.
+    sees the last one, is sometimes right.
     """
     ARCHITECTURES["glm-4-moe"].save(folder)
     layers, hidden = 2, 128
@@ -185,5 +187,5 @@ def test_drafts_with_experts_are_served_out_of_the_same_slots(tmp_path):
         assert answers_at_budgets(llm, ("100%", "30%"), ask) == want
     assert counts[0] == counts[1]
     right, drafted = counts[0]
-    # Measured: 8 of 76. A draft that knows nothing is right for one token in 512.
+    # Measured: 8 of 76. A random draft is right for one token in 512.
     assert 0.05 < right / drafted <= 1, counts

@@ -1,10 +1,10 @@
 """Several ranks: tensor, expert and pipeline parallelism on two cores, with the shipped model.
 
-What can be the same is decided by arithmetic. Every rank adds up its own part of an output, rounds it to bf16, and the
-parts are added; vLLM's own attention does the same. So two ranks agree with one like two sums of the same numbers in
-another order: vLLM's logprobs-close criterion. Across budgets nothing is added in another order, so there the tokens
-and their log-probabilities have to be equal. At 4 bits with groups of 32 the model's experts of width 64 are quantized
-in the same groups whether they are cut or not: the weights are the same and only sums differ, as at 16 bits.
+Arithmetic limits what can be equal. Every rank sums its own part of an output and rounds it to bf16, and then the parts
+are added, as in vLLM's own attention. So two ranks agree with one as two sums of the same numbers in another order do:
+vLLM's logprobs-close criterion. Between budgets no order changes, so tokens and log-probabilities must be equal. At 4
+bits with groups of 32, the model's experts of width 64 have the same quantization groups whether they are split or not:
+the weights are the same and only sums differ, as at 16 bits.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ POLICIES = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ah
 
 
 def layer_output(server, position):
-    """One MoE layer on tokens that are the same in every process."""
+    """Run one MoE layer on tokens that are the same in every process."""
     generator = torch.Generator().manual_seed(server.experts.layers[position])
     experts, hidden = server.experts.num_experts, server.experts.formats[16].hidden
     x = torch.randn(5, hidden, generator=generator).bfloat16()
@@ -59,7 +59,7 @@ def set_policy(worker, policy, budget):
 
 
 def held_bytes(worker):
-    """Of slots, and of experts in host memory."""
+    """Bytes of slots, and of experts in host memory."""
     from vllm_dymoe.vllm_plugin.worker import _server
 
     server = _server(worker)
@@ -85,8 +85,9 @@ def describe_rank(worker):
 
 
 def serve_two_ranks(log, settings):
-    """What two ranks hold and, unless they are stages of a pipeline, what they answer at each bit-width and budget, and
-    behind a sleep."""
+    """State of two ranks, and their answers (unless they are pipeline stages) at each bit-width and budget and after
+    a sleep.
+    """
     prepare_rank(log)
     result = {"answers": {}, "stats": {}}
     stages = "pipeline_parallel_size" in settings
@@ -106,7 +107,7 @@ def serve_two_ranks(log, settings):
                 result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
                 llm.collective_rpc("dymoe_check_integrity")
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
-                # Of the first answers, with every expert at 16 bits; recording goes on.
+                # The trace of the first answers, with every expert at 16 bits; recording continues.
                 result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
         for level in (1, 2):
             llm.sleep(level)
@@ -117,7 +118,7 @@ def serve_two_ranks(log, settings):
 
 
 def serve_balanced(log):
-    """What two ranks answer between which vLLM moves experts, and which experts were theirs at first and at last."""
+    """Answers of two ranks between which vLLM moves experts, and the experts of each at the start and at the end."""
     from tests.e2e import balanced
 
     prepare_rank(log)
@@ -231,7 +232,7 @@ def test_a_trace_of_two_ranks_has_every_token_once_and_experts_of_both(parallel,
     assert torch.equal(trace.request, alone.request)
     assert torch.equal(trace.position, alone.position)
     assert torch.equal(trace.prefill, alone.prefill)
-    # Of the same text two ranks choose the same, but where experts are nearly tied; answers may part.
+    # For the same text two ranks choose the same experts, except for near ties; answers may diverge.
     ours, theirs = trace.experts[trace.prefill], alone.experts[trace.prefill]
     assert (ours[:, :, :, None] == theirs[:, :, None, :]).any(-1).float().mean() > 0.95
     accuracy = next_gate_accuracy(trace)
@@ -253,7 +254,9 @@ def test_each_rank_has_a_store_of_its_own_part(parallel):
 
 
 def test_a_pipeline_stage_has_its_own_layers_and_knows_how_deep_they_lie(pipeline, one_rank):
-    """vLLM 0.32's CPU build loads a pipeline but cannot run it, with or without the plugin: so it is not asked to."""
+    """vLLM 0.32's CPU build loads a pipeline but cannot run it, with or without the plugin, so only loading is
+    tested.
+    """
     stages = pipeline["ranks"]
     assert [stage["layers"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert stages[0]["model"] != stages[1]["model"]

@@ -1,4 +1,4 @@
-"""Foreseeing through the real engine: the gates are vLLM's, predictions are good, and only time depends on them."""
+"""Prediction through the real engine: gates are vLLM's, predictions are good, and they affect only time."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 BUDGET = "25%"
 
 
-# A link on which the shipped model's experts take about a millisecond each: there is something to hide.
+# On this link the shipped model's experts take about a millisecond each, so there is time to hide.
 OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03, "planning": "host"}
 ON_DEVICE = OPTIONS | {"planning": "device"}
 
@@ -38,7 +38,7 @@ def firm():
 
 
 def answered(llm):
-    """Tokens, every layer's output, and the counts, from an empty cache."""
+    """Return tokens, every layer's output, and counts, starting from an empty cache."""
     server = server_of(llm)
     server.resize(BUDGET)
     server.reset_stats()
@@ -55,7 +55,7 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     tuner = Heop(8, setting, Setting(8, 3), update_every=2, rounds=4)
     meeting.predictor._tuner = tuner
     tokens, layers, stats = answered(firm)
-    # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. By chance an eighth would be right.
+    # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. Chance would be an eighth.
     assert stats.predictions["correct"] / stats.predictions["predicted"] > 0.6
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
@@ -105,16 +105,16 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
         first = [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)]
         server.check_integrity()
 
-        # The layers before it went by their gates once, in the step that told.
+        # The layers before it used their gates once, in the step that revealed the router.
         assert server.predictor is None
         named = by_gates.stats.predicted
         assert named > 0
         (sentence,) = said
         assert sentence.startswith(
-            'vllm-dymoe: policy "exact" fetches nothing ahead, because the gate that was found for '
+            'vllm-dymoe: policy "exact" prefetches nothing, because the gate that was found for '
             f"model.layers.{ODD}.mlp.experts makes only "
         )
-        assert sentence.endswith("% of vLLM's choices; experts are fetched when their router names them.")
+        assert sentence.endswith("% of vLLM's choices; experts are fetched when their router chooses them.")
 
         server.resize("100%")
         assert [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)] == first
@@ -144,7 +144,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
     assert new_tokens == tokens
     assert same_bits(new_layers, layers)
 
-    def utilisation(stats):  # FIRM-MoE Eq. 8; of a prompt's first layer popularity predicts nearly all experts
+    def utilisation(stats):  # FIRM-MoE Eq. 8; for a prompt's first layer popularity predicts nearly all experts
         return stats.predictions["correct"] / stats.predictions["predicted"]
 
     assert utilisation(trained) > utilisation(popular), (trained.predictions, popular.predictions)
@@ -154,7 +154,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
 
 
 def pieces(count):
-    """Of the held-out texts, by turns from each."""
+    """Held-out prompts, taken from the texts in turns."""
     texts = [path.read_text() for path in sorted((MODEL / "heldout").glob("*.txt"))]
     return [texts[n % 3][1000 * (n // 3) :][:200] for n in range(count)]
 
@@ -164,8 +164,9 @@ def metric(registry, name, **labels):
 
 
 def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
-    """A predictor is trained from a file and, from the same steps, while they are served; both are asked, pay, and
-    change no token."""
+    """One predictor is trained from a file, and one from the same steps while they are served; both save time and
+    change no token.
+    """
     traces, file, own = tmp_path / "traces", tmp_path / "predictor.safetensors", tmp_path / "own.safetensors"
     options = {**OPTIONS, "link_gbps": 0.3, "policy_options": {"look_ahead": 2}}
     recorded = options | {"trace": {"folder": str(traces), "inputs": True}, "train_predictor": str(own)}

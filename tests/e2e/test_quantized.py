@@ -1,7 +1,7 @@
-"""Checkpoints that are quantized already, through the real engine.
+"""Checkpoints that other tools quantized, through the real engine.
 
-The bytes of the high precision are the checkpoint's, so are the dense layers' numbers, and the answers are those of
-vLLM with the dequantized weights.
+The high version has the checkpoint's bytes, the dense layers have its numbers, and the answers are those of vLLM with
+the dequantized weights.
 """
 
 import json
@@ -37,7 +37,7 @@ CHECKPOINTS = [
     ("awq", "mixtral"),
     ("mxfp4", "gpt-oss"),
     ("fp8-blocks", "deepseek-v3"),
-    ("exported", "qwen3-moe-nvfp4"),  # every file is ModelOpt's own
+    ("exported", "qwen3-moe-nvfp4"),  # every file is written by ModelOpt itself
 ]
 
 
@@ -68,7 +68,7 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
         if integers:
             assert (server.options.stored_bits, server.options.group_size) == ((4, 2), 32)
-            assert server.store.manifest.quantizer == f"{kind} checkpoint"  # the low version lies inside its codes
+            assert server.store.manifest.quantizer == f"{kind} checkpoint"  # the low version is nested in its codes
             assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8
@@ -80,7 +80,7 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
 
 
 def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layers_of_16_bits(tmp_path):
-    """Beside transformers with the dequantized weights, in float32 and over the same tokens."""
+    """Compare with transformers with dequantized weights, in float32 and over the same tokens."""
     experts = write(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path)
     with small_engine(tmp_path / "quantized", {"low": 2, "expert_budget": "50%"}) as llm:
         got, server = answers(llm), server_of(llm)

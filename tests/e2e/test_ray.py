@@ -1,4 +1,4 @@
-"""Two ranks that Ray starts: they answer as one, a killed one ends the engine, and a restart finds the store."""
+"""Two ranks started by Ray: they answer like one, a killed rank ends the engine, and a restart finds the store."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ TOKENS = 12
 
 
 def serve(log, folder, kill):
-    """What two ranks answer, and what the engine says once one of them has been killed."""
+    """Answers of two ranks, and the engine's error after one of them was killed."""
     from tests.e2e import ray_on_cpu
 
     prepare_rank(log)

@@ -1,4 +1,4 @@
-"""`vllm serve` on a checkpoint that `vllm-dymoe quantize` wrote, driven by the real openai client."""
+"""`vllm serve` on a checkpoint that `vllm-dymoe quantize` wrote, used with the real openai client."""
 
 import base64
 import json
@@ -53,7 +53,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         command = [BIN / "vllm", "serve", model, "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager", *arguments]
-        # As for any user: the engine core is a process of its own, whatever other tests asked of vLLM.
+        # As for any user, the engine core is a process of its own, whatever other tests set.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         environment |= {"VLLM_LOG_STATS_INTERVAL": "1", "VLLM_PLUGINS": "dymoe"}
         with log.open("w") as output:
@@ -81,7 +81,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """No --quantization: the checkpoint says what it is. Every expert is high, until a test wants less."""
+    """Without --quantization: the checkpoint names its method. Every expert is high until a test lowers retention."""
     policy = {"policy": "dymoe", "policy_options": {"retention": 1, "look_ahead": 0}}
     options = json.dumps({"dymoe": {"expert_budget": "25%"} | policy})
     server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log", "--additional-config", options)
@@ -154,7 +154,7 @@ def test_a_fault_is_an_error_500_with_its_sentence_and_the_server_goes_on(server
             for ask in (complete, chat):
                 with pytest.raises(openai.InternalServerError) as caught:
                     ask(client, prompts()[0], **settings)
-                # vLLM's servers keep paths to themselves; the log names the file.
+                # vLLM's responses contain no paths; the log names the file.
                 assert re.search(r"vllm-dymoe: \S+ ends at byte .* the file was truncated", caught.value.message)
             with pytest.raises(openai.APIError, match="the file was truncated"):
                 list(complete(client, prompts()[0], stream=True))
@@ -223,14 +223,14 @@ def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, se
     assert httpx.get(f"{server.url}/dymoe/live/live.js").status_code == 200
     before, _, _ = live(server)
     used = complete(client, prompts()[2], max_tokens=24).usage
-    time.sleep(1)  # one answer serves all who ask within a second
+    time.sleep(1)  # within a second all readers get the same sample
     rank, held, heat = live(server)
     assert held.shape == (8, 32)
     stats = rpc(server, "dymoe_stats")[0]
     assert np.count_nonzero(held == 2) == rank["resident"]["high"] == stats["resident_experts"]["high"]
     assert (heat.max(1) == 63).all(), "every layer has a hottest expert"
     grown = {name: rank["counts"][name] - before["counts"][name] for name in rank["counts"]}
-    # The prompt's step gives the first one; a step that was scheduled ahead may follow the last.
+    # The prompt's step produces the first token; a step that was scheduled ahead may follow the last.
     assert 0 <= grown["decoded_tokens"] - (used.completion_tokens - 1) <= 1
     assert grown["prompt_tokens"] > 0
     assert grown["hits"] + grown["misses"] > 0
@@ -244,7 +244,7 @@ def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, se
 
 
 def metrics(server):
-    """Samples of /metrics that are ours, by name and the value of the label beside model and rank."""
+    """The plugin's samples in /metrics, by name and the value of the label besides model and rank."""
     text = httpx.get(f"{server.url}/metrics").text
     assert "vllm:generation_tokens_total" in text, "vLLM's own metrics are gone"
     found = {}
@@ -258,7 +258,7 @@ def metrics(server):
 
 
 def settled(read):
-    """What ``read`` gives when two intervals have changed nothing; a busy machine writes late."""
+    """Return what ``read`` returns once it has been unchanged for two intervals; a busy machine writes late."""
     for _ in range(8):
         before = read()
         time.sleep(2.5)
@@ -278,7 +278,7 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
         assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
     moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
     assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
-    # What is computed where the page cache has it moves nothing.
+    # Experts that the host computes in the page cache are not copied.
     fetched = grown["vllm_dymoe_misses_total",] - grown["vllm_dymoe_cpu_executed_total",]
     assert moved == fetched * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]

@@ -1,4 +1,4 @@
-"""In one process engines start and shut down, one after the other, and leave nothing behind."""
+"""Engines start and shut down one after another in one process, and leave nothing behind."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def alive(stores):
-    """What of ours this process has: objects, threads and descriptors, also those of mappings."""
+    """The plugin's objects, threads and descriptors in this process, including descriptors of mappings."""
     from vllm_dymoe.cache.store import HostStore
     from vllm_dymoe.server import ExpertServer
     from vllm_dymoe.trace.recorder import Recorder
@@ -34,7 +34,7 @@ def alive(stores):
 
 
 def left_behind(folder, stores, kinds):
-    """What is alive while an engine serves, and behind each."""
+    """Return what is alive while an engine serves, and after each engine."""
     from tests.e2e.engines import server_of
 
     serving, left = [], []

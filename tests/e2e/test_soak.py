@@ -1,6 +1,6 @@
-"""Random requests, hundreds or thousands of them, and at the end nothing is missing and nothing is left over.
+"""Hundreds or thousands of random requests: at the end nothing is missing and nothing has leaked.
 
-``DYMOE_TEST_SOAK=5000`` makes it 5000 requests instead of 400.
+``DYMOE_TEST_SOAK=5000`` runs 5000 requests instead of 400.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ REQUESTS = int(os.environ.pop("DYMOE_TEST_SOAK", "400"))
 WARM_UP = 100
 MOST_AT_ONCE = 24
 SETTINGS = {"enable_prefix_caching": True, "max_num_seqs": 8}
-# vLLM's own memory grows with its traffic, by 0 to 100 KiB for each request from one machine to another; most is what
-# oneDNN compiles and keeps for each new number of tokens. What the plugin may add is of that kind, made once, but later
-# than the first hundred requests. It was 3 MiB where this was written, all of it before the 200th of 1600 requests, and
-# 37 MiB in 1600 requests on another machine.
+# vLLM's own memory grows with its traffic, by 0 to 100 KiB per request depending on the machine, mostly because oneDNN
+# keeps what it compiles for each new number of tokens. The plugin may grow in the same way: once, but possibly after
+# the first hundred requests. Measured: 3 MiB, all of it before the 200th of 1600 requests, and 37 MiB in 1600 requests
+# on another machine.
 MOST_THAT_IS_OURS = 48 * 2**20
 _MIB = 2**20
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 2 * REQUESTS)]
 
 
 def resident():
-    """Bytes of memory that this process has, when Python has given back what it can."""
+    """Resident bytes of this process, after Python has returned what it can."""
     gc.collect()
     return psutil.Process().memory_info().rss
 
@@ -50,7 +50,7 @@ def growth_of_vllm_alone(requests):
 
 @dataclass
 class Account:
-    """What the process holds while nothing runs."""
+    """What the process holds while no request runs."""
 
     files: int
     threads: list[str]
@@ -60,7 +60,8 @@ class Account:
 
     @classmethod
     def take(cls, server):
-        becomes(lambda: not server.engine._queue._pending, 5)  # what others have run a thread takes out in its turn
+        # A thread removes finished transfers of other threads when its turn comes.
+        becomes(lambda: not server.engine._queue._pending, 5)
         server.kernel._kept.clear()  # as large as the largest step so far, up to a bound
         if server.host_planned.cpu is not None:
             server.host_planned.cpu.release_scratch()
@@ -79,7 +80,7 @@ class Account:
 
 @contextlib.contextmanager
 def held_by(server):
-    """Bytes that experts hold while steps run, sampled from outside of them each 2 ms."""
+    """Sample the bytes that experts hold every 2 ms, from another thread, while steps run."""
     samples, over = [], threading.Event()
 
     def watch():
@@ -95,7 +96,7 @@ def held_by(server):
 
 
 class Traffic:
-    """Random requests against one engine; the same seed sends the same ones."""
+    """Send random requests to one engine; the same seed sends the same requests."""
 
     def __init__(self, llm, seed=0):
         self.llm, self.dice, self.open = llm, random.Random(seed), set()
@@ -119,7 +120,7 @@ class Traffic:
                     self.open.remove(output.request_id)
                     self.finished += 1
         assert not self.open, f"requests without an answer: {self.open}"
-        # The last step is always the same, since what is kept of it, such as its logits, has the size of its batch.
+        # The last step is always the same, because state such as its logits has the size of its batch.
         self.llm.generate(prompts()[:1], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 
     def _send(self, engine):
@@ -140,7 +141,7 @@ def test_a_soak_leaves_everything_accounted_for():
     with engine(dymoe=options, **SETTINGS) as llm:
         server = server_of(llm)
         traffic = Traffic(llm)
-        traffic.run(WARM_UP)  # what is made once, such as threads of libraries and their caches
+        traffic.run(WARM_UP)  # creates one-time state such as the threads and caches of libraries
         before = Account.take(server)
         with held_by(server) as samples:
             traffic.run(REQUESTS)

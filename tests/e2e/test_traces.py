@@ -1,4 +1,4 @@
-"""Recording through the real engine: what is on disk is what the routers chose, of the right requests and places."""
+"""Recording through the real engine: the trace holds the routers' choices with the right requests and positions."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    # Prompts longer than a step may be, and a cache that is too small for all requests at once.
+    # Prompts longer than a step, and a KV cache too small for all requests at once.
     options = {"high": 4, "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
@@ -31,7 +31,7 @@ def llm(folder):
 
 
 class Watched(Observer):
-    """Hears what a trace hears, and keeps it in the order in which it comes."""
+    """Receives what a trace receives, and keeps it in order."""
 
     needs_actions = True
 
@@ -59,7 +59,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     observation.join(watched)
     texts = [prompts()[0] * 12, prompts()[6], prompts()[11] * 8, prompts()[1], prompts()[7] * 3]
     requests, lengths, steps = llm.llm_engine, {}, 0
-    for number, text in enumerate(texts):  # each comes while those before it are computed
+    for number, text in enumerate(texts):  # each arrives while the ones before it are computed
         requests.add_request(f"request {number}", text, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
         requests.step()
     while requests.has_unfinished_requests():
@@ -71,7 +71,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     trace = tokens_of(llm, folder, before["tokens"])
     assert any(length > 48 for length, _ in lengths.values()), "no prompt had to be cut"
 
-    # What the routers chose, layer by layer: rows behind a step's tokens are padding, and there is none on a CPU.
+    # The routers' choices, layer by layer; rows after a step's tokens are padding, which a CPU does not have.
     for layer in range(LAYERS):
         heard = [of_layer for at, *of_layer in watched.layers if at == layer]
         inputs, weights, ids, actions = (torch.cat(parts) for parts in zip(*heard, strict=True))
@@ -80,7 +80,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
         assert torch.equal(trace.experts[:, layer], ids.byte())
         assert torch.equal(trace.fates[:, layer], actions)
 
-    # Every token of every request once, but the last, which is never computed.
+    # Every token of every request occurs once, except the last, which is never computed.
     of_requests = list(trace.by_request())
     for number, rows in enumerate(of_requests):
         prompt, answer = lengths[f"request {number}"]
@@ -88,7 +88,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
         assert trace.prefill[rows].tolist() == [True] * prompt + [False] * (answer - 1)
     assert trace.num_tokens == sum(prompt + answer - 1 for prompt, answer in lengths.values())
 
-    # Alone, a request chooses the same, but where two experts are nearly tied.
+    # A request alone chooses the same experts, except where two are nearly tied.
     llm.reset_prefix_cache()
     llm.generate(texts[2], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
     alone = tokens_of(llm, folder, before["tokens"] + trace.num_tokens)
@@ -138,7 +138,7 @@ def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(ll
     for _ in range(5):
         requests.step()
     scheduler = requests.engine_core.engine_core.scheduler
-    scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts all that run
+    scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts all running requests
     while requests.has_unfinished_requests():
         (output,) = requests.step() or [None]
     length = len(output.prompt_token_ids) + 12 - 1
@@ -152,7 +152,7 @@ def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(ll
 
 
 def test_prompts_are_recorded(llm, folder, monkeypatch):
-    """In the engine that runs; a fresh one would be started with these settings."""
+    """Change the settings of the running engine, as if a new one had been started with them."""
     started, before = [], tokens_of(llm, folder).num_tokens
     monkeypatch.setattr(offline, "LLM", lambda **settings: started.append(settings) or llm)
     texts = [prompts()[0], prompts()[6], prompts()[2]]

@@ -1,4 +1,4 @@
-"""Servers whose device decides, played by a CPU."""
+"""Servers with device planning, whose device is a CPU."""
 
 from dataclasses import replace
 from unittest import mock
@@ -36,7 +36,7 @@ def store_of(kind, **sizes):
 
 
 def device_planned_server(store, budget="50%", policy=None, **options):
-    """As ``make_server``, with steps that need no host; the policy is one, or its name."""
+    """Like ``make_server``, but steps need no host; the policy is given as an object or by name."""
     server = make_server(store, "100%", policy, planning="device", **options)
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     return server
@@ -66,7 +66,7 @@ def run_device_planned(server, steps, activation=Activation.SILU):
 
 
 def check_device_planned(server):
-    """Every row names complete bytes, in a slot of its own."""
+    """Check that every table row points to complete bytes, in a slot of its own."""
     server.check_integrity()
     for precision, pool in server.cache.pools.items():
         for layer, expert in server.cache.table.residents(precision):
@@ -76,7 +76,7 @@ def check_device_planned(server):
 
 
 def rates_of(ratio):
-    """Measured rates of which the host's is so many times the link's."""
+    """Measured rates, the host's being a multiple of the link's."""
 
     def measured(store, engine, device, worker, measured_for):
         formats = store.experts.formats.values()

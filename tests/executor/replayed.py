@@ -1,4 +1,4 @@
-"""Actions that were recorded, in place of those that are decided: an answer that depends on them comes again."""
+"""Recorded actions in place of decided ones, so that an answer that depends on them can be repeated."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,13 @@ from vllm_dymoe.planner.precision import Precision
 
 
 def replay(server, actions):
-    """Let a server's steps of the same tokens in the same order, uint8 [tokens, layers, top_k], do as these say; what
-    was fetched is now fetched or there already."""
+    """Let a server repeat recorded actions for the same tokens in the same order: uint8 [tokens, layers, top_k].
+
+    An expert that was fetched is fetched again or already resident.
+    """
     serving, done, plan_layer = server.host_planned, [0] * actions.shape[1], server.host_planned._plan
     actions, residency = actions.numpy(), serving.policy.residency
-    server.cache.table.reuse_high[:] = False  # actions say where a better version served
+    server.cache.table.reuse_high[:] = False  # the actions already say where a better version was used
 
     def device_planned(routing):
         layer, ids = routing.layer, routing.host_ids

@@ -31,19 +31,19 @@ MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
 @dataclass(frozen=True)
 class Program:
     steps: tuple[tuple[int, int, int], ...]  # (seed, layer, tokens) of each layer's step
-    budget: float = 0.5  # share of the experts that have a slot; 0 for the smallest budget
+    budget: float = 0.5  # share of the experts that have a slot; 0 is the smallest budget
     staging: int = 2  # staging slots
     mixed: bool = False  # whether experts have different precisions
-    nested: bool = False  # whether the low version lies inside the high one
+    nested: bool = False  # whether the low version is nested in the high one
     predictions: tuple[tuple[tuple[int, int], ...], ...] = ()  # candidates after each step, by its number
-    projections: int = 3  # that are fetched ahead
+    projections: int = 3  # number of projections that are prefetched
     captures: bool = False
-    """Whether a graph is captured after each step, with transfers paused from the first to the last."""
-    faults: dict[int, str] = field(default_factory=dict)  # what happens to a read, by its number: "fail" or "hang"
+    """Whether each step is followed by a graph capture, with transfers paused throughout."""
+    faults: dict[int, str] = field(default_factory=dict)  # what happens to the n-th read: "fail" or "hang"
     resizes: dict[int, float] = field(default_factory=dict)
-    """Share of the experts that has a slot from a step on, by the step's number."""
-    misses: str = "fetch"  # what becomes of them in small-batch steps without the host
-    late: float = 0.0  # probability, at each turn, that an answer of the host is given up
+    """From a step on, the share of experts that have a slot, by the step's number."""
+    misses: str = "fetch"  # how small-batch steps without the host handle misses
+    late: float = 0.0  # probability, at each turn, that an answer of the host is abandoned
 
 
 class HostPredictions(Predictor):
@@ -79,22 +79,22 @@ class RecordedFaults(RecordedStore):
     def hold(self, key, projections=range(3), *, wait=True):
         if self.staged:
             return super().hold(key, projections, wait=wait)
-        if self._faults.get(self._reads) == "fail":  # memory does not hang
+        if self._faults.get(self._reads) == "fail":  # reads of memory do not hang
             self._fault()
         self._reads += 1
         return super().hold(key, projections, wait=wait)
 
 
 class IdleDelivery(CpuDelivery):
-    """As a disk or a link: moving bytes takes no core."""
+    """Moves bytes like a disk or a link: without using a core."""
 
     occupies_cores = False
 
 
 class RecordedPools(SlotPools):
-    """Tells of everything that computation writes into slots: their filling, and what comes into freed memory.
+    """Records all writes into slots: when they are filled, and when others write into freed memory.
 
-    ``made`` holds all pools, so that no other memory comes to lie at their addresses.
+    ``made`` keeps all pools, so that no other memory gets their addresses.
     """
 
     def __init__(self, history, stream, made, *arguments):
@@ -121,7 +121,7 @@ class RecordedPools(SlotPools):
 
 
 class RecordedParts(Parts):
-    """Recorded memory of a server that computes on a stream, or, if None, on the thread that calls."""
+    """Recorded memory of a server that computes on a stream, or, if None, on the calling thread."""
 
     def __init__(self, history, stream):
         super().__init__(torch.device("cpu"))
@@ -134,7 +134,7 @@ class RecordedParts(Parts):
 
 
 def resize_recorded(server, share):
-    """Resize, if no read hangs; the next user of the allocator gets the old slots' memory and writes to it."""
+    """Resize, unless a read hangs; the next user of the allocator gets the old slots' memory and writes to it."""
     before = list(server.cache.pools.values())
     with contextlib.suppress(ConfigError):
         server.resize(share)
@@ -168,9 +168,9 @@ def make_engine(kind, store, history, turns, timeout, program):
 
 
 def execute(program, kind, turns, history):
-    """Run a program with one kind of transfers; returns the output of each step, None for one that failed."""
+    """Run a program with one kind of transfers; returns the output of each step, None if it failed."""
     store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
-    # No thread can go on only if a read hangs: then time passes.
+    # All threads can be blocked only if a read hangs; then virtual time advances.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in DEVICES else None
     server = make_server(

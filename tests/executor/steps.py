@@ -1,4 +1,4 @@
-"""Random steps of a small model, and servers to run them."""
+"""Random steps of a small model, and servers that run them."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ class NumberPrecision(PrecisionPolicy):
 
 
 class ByNumber(Exact):
-    """A precision plan that depends on the expert alone, so that it is the same for every budget."""
+    """A precision plan that depends only on the expert, so that it is the same for every budget."""
 
     low: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
@@ -88,7 +88,7 @@ def random_step(seed, tokens, experts):
 
 
 def forward(server, layer, x, weights, ids, activation=Activation.SILU, **told):
-    """One layer of one step; the order of arguments is that of vLLM's."""
+    """Run one layer of one step; arguments are in vLLM's order."""
     return server.host_planned.forward(Routing(layer, len(server.experts.layers), x, ids, weights, **told), activation)
 
 

@@ -1,5 +1,4 @@
-"""One native call for a layer: the bits of the path that fetches by the specification's plan, whatever the experts
-are."""
+"""One native call per layer gives the bits of the path that fetches by the specification's plan, for all experts."""
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
 def both(store, budget="50%", policy=None, low=2, **options):
-    """A server with the executor, and one that goes by the specification and fetches."""
+    """A server with the CPU executor, and one that fetches as the specification plans."""
     one_call = make_server(store, budget, policy and policy(), low, **options)
     stepwise = make_server(store, budget, policy and policy(), low, engine=make_engine(store, CPU, 0), **options)
     assert one_call.host_planned.cpu is not None
@@ -97,7 +96,7 @@ def test_versions_that_move_between_steps(store):
 
 
 def random_store(code, dtype=torch.bfloat16, low=None, **more):
-    """Experts of any encoding, of random bytes that it can have."""
+    """Experts of any encoding, with random bytes that are valid for it."""
     hidden, inter = (128, 64) if code.lattice else (72, 40)
     make = {code.bits: code} | ({low: GRIDS[low]} if low else {})
     formats = stored_formats(tuple(make), lambda bits: ExpertFormat(hidden, inter, make[bits], 32, dtype, **more))
@@ -110,7 +109,7 @@ def random_store(code, dtype=torch.bfloat16, low=None, **more):
         for expert in range(EXPERTS):
             for bits, fmt in formats.items():
                 if fmt.encoding.upper_of and not fmt.nested:
-                    continue  # the base comes with its residual slice
+                    continue  # fetching the base also brings its residual slice
                 for number, matrix in enumerate(fmt.matrices):
                     packed = random_packed(matrix, 100 * layer + 10 * expert + number)
                     parts = (
@@ -174,7 +173,7 @@ def test_experts_of_other_ranks_and_weights_on_inputs(policy):
 
 
 def test_ranks_that_share_out_experts_agree_with_the_host():
-    """The native call gets versions that were decided on the experts of all ranks."""
+    """The native call receives versions that were chosen for the experts of all ranks."""
     ours, theirs = both(STORE, "50%", lambda: Dymoe(retention=0.3), misses="compute")
     for seed, layer, tokens in STEPS:
         x, weights, ids = random_step(seed, tokens, ours.experts)

@@ -1,4 +1,4 @@
-"""Misses that the host computes where they lie, beside an emulated device: the same bits at every budget and share."""
+"""Misses that the host computes in place, for an emulated device: the same bits at every budget and share."""
 
 import json
 import threading
@@ -34,7 +34,7 @@ from vllm_dymoe.server import Parts, expert_server
 
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 FAST = 100.0
-"""1e9 bytes per second of an emulated link, for tests in which only results count."""
+"""A link of 1e9 bytes per second, for tests in which only results matter."""
 
 needs_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built here")
 
@@ -44,7 +44,7 @@ needs_library = pytest.mark.skipif(native.load() is None, reason="the native lib
     ("misses", "ratio"), [("compute", 0), ("share", 2), ("share", 3), ("share", 8), ("share", 0.5)]
 )
 def test_no_share_changes_a_bit_in_the_hosts_steps(memory_store, policy, misses, ratio):
-    """Prompts among them: rows of cold experts are computed while the link brings the others."""
+    """With prompts: the host computes rows of cold experts while the link copies the others."""
     want = run(with_budget(memory_store, "100%", policy), STEPS)
     for budget in BUDGETS[1:]:
         with rates_of(ratio):
@@ -62,7 +62,7 @@ def test_no_share_changes_a_bit_in_the_hosts_steps(memory_store, policy, misses,
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 3)])
 def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
-    """Through the CPU queue: a thread answers while this one computes hits; large-batch steps fetch."""
+    """Through the CPU queue: one thread answers while this one computes hits; large-batch steps fetch."""
     store, policy = make_store(make_experts(layers=2, nested=nested)), MIXED
     want = run_device_planned(device_planned_server(store, "100%", policy), STEPS)
     for budget in BUDGETS[1:]:
@@ -81,7 +81,7 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
 @needs_library
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
 def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(misses, ratio):
-    """Two, and none in a step of the whole budget; rows behind the tokens are none of any."""
+    """Two experts per step, and none in a step of the whole budget; rows after the tokens belong to no expert."""
     store = make_store(make_experts(layers=2, num_experts=24))
     steps = [(seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (32, 19), (33, 33)])]
     host, asked = device_planned_server(store, "100%", "exact", low=0), []
@@ -100,7 +100,7 @@ def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(m
 
 
 def test_small_batches_replace_a_large_one_where_the_estimate_says_so():
-    """Of Qwen3-30B-A3B beside a host of three times the link's rate; not where hardly anything is missing."""
+    """Qwen3-30B-A3B with a host at three times the link's rate uses the host; not where hardly any expert misses."""
     costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
 
     def parts(tokens, missing=0.75, costs=costs, experts=128):
@@ -118,12 +118,12 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
     store = make_store(make_experts(layers=2))
     want = run_device_planned(device_planned_server(store, "100%", "exact", low=0), STEPS)
     said = []
-    with mock.patch.object(native.Library, "answer", return_value=None):  # the poller is gone
+    with mock.patch.object(native.Library, "answer", return_value=None):  # without the poller
         options = {"low": 0, "misses": "compute", "transfer_timeout_s": 0.2}
         server = device_planned_server(store, "25%", "exact", on_late=said.append, **options)
         got = []
         for step in STEPS:
-            server.small_batches.settle()  # as where a step begins
+            server.small_batches.settle()  # as at the beginning of a step
             got += run_device_planned(server, [step])
     assert "has not computed" in said[0]
     assert "within 0.2 seconds" in said[0]
@@ -137,7 +137,7 @@ def test_an_answer_that_does_not_come_fails_its_step_and_everything_is_fetched_f
 @needs_library
 @pytest.mark.parametrize(("asked", "waits"), [(60, WATCHDOG_S), (0, WATCHDOG_S), (0.5, 0.5)])
 def test_a_card_with_a_display_watchdog_waits_for_less(memory_store, asked, waits):
-    """The watchdog would end the kernel that waits, and the server with it."""
+    """Otherwise the watchdog would end the waiting kernel, and the server with it."""
     parts = Parts(CPU)
     parts.device_memory.ends_long_kernels = lambda: True
     options = {"planning": "device", "misses": "compute", "transfer_timeout_s": asked}
@@ -167,7 +167,7 @@ def test_a_layer_that_takes_too_long_beside_the_device_fails_its_step(memory_sto
 
 
 def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_path):
-    """Of link and host, each while the other works. Others, and what cannot be read, are measured anew."""
+    """Rates of link and host are measured while both work. Invalid or unreadable ones are measured again."""
     kept = tmp_path / "rates.json"
 
     def rates(link_gbps=0.001):
@@ -199,7 +199,7 @@ def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_p
 def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_brings_the_others(
     memory_store, misses, ratio, tokens
 ):
-    """Half of the pairs fall on two experts, which have more than `misses_rows` rows; nothing is resident."""
+    """Half of the pairs fall on two experts, each with more than `misses_rows` rows; nothing is resident."""
     experts, most = memory_store.experts, tokens // 4
     with rates_of(ratio):
         server = with_budget(
@@ -210,7 +210,7 @@ def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_bri
     ids = torch.stack([hot, rest], 1).int()
     rows = torch.bincount(ids.flatten())
     assert 0 < int((rows > most).sum()) < int((rows > 0).sum())
-    forward(server, 0, *random_step(1, 40, experts))  # finds the free places
+    forward(server, 0, *random_step(1, 40, experts))  # uses up the free slots
     server.reset_stats()
     held = server.cache.table.precision[0] > 0
     out = forward(server, 0, x, weights, ids)
@@ -226,7 +226,7 @@ OF_STEPS = (1, 1, 7, 40) * 4
 
 
 def steps_of_both_layers(experts):
-    """With an expert of another rank in some."""
+    """Some steps include an expert of another rank."""
     for number, tokens in enumerate(OF_STEPS):
         step = [random_step(2 * number + layer, tokens, experts) for layer in range(2)]
         for _, _, ids in step[number % 3 :]:
@@ -235,7 +235,7 @@ def steps_of_both_layers(experts):
 
 
 def answers(store, budget, policy, ratio, actions=None, **options):
-    """What the host's steps give, and their actions; the device's kernel has other last bits than the host's."""
+    """The host's steps with their actions; the device's kernel differs from the host's in the last bits."""
     with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
         server = with_budget(store, budget, policy, misses="share", link_gbps=FAST, planning="host", **options)
     server.host_planned.records_actions = True
@@ -252,7 +252,7 @@ def answers(store, budget, policy, ratio, actions=None, **options):
 
 
 def device_planned(store, policy, ratio, folder, **options):
-    """The same where the device plans, and the number of experts that it counted of each action."""
+    """The same with device planning, and the number of experts that the device counted per action."""
     options |= {"misses": "share", "trace": str(folder)}
     with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
         server = device_planned_server(store, "50%", policy, **options)
@@ -279,7 +279,7 @@ def all_equal(outs, want):
 @needs_library
 @pytest.mark.parametrize("budget", ["minimum", "100%"])
 def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_store, budget):
-    """The rates have changed meanwhile."""
+    """The rates have changed since."""
     policy = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
     want, actions = answers(memory_store, "50%", policy, 3)
     assert {0, 1, 2, Action.CPU, Action.SKIP, LOW_VERSION + Action.CPU} <= set(actions.flatten().tolist())
@@ -292,7 +292,7 @@ def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_stor
     ("nested", "low", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
 )
 def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse_high, tmp_path):
-    """In the host's steps, in small batches and in large ones; every expert is recorded as it was counted."""
+    """In host-planned steps, small batches and large ones: the record of every expert agrees with the counts."""
     store = make_store(make_experts(layers=2, nested=nested))
 
     def policy():
@@ -318,6 +318,7 @@ def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse
         (Action.CPU, "CPU_EXECUTED"),
         (Action.SKIP, "SKIPPED"),
     ):
-        assert found[action] == counts[Counter[counter]] or (nested and action is Action.STREAM)  # counted by slices
+        # Streamed experts are counted by slice.
+        assert found[action] == counts[Counter[counter]] or (nested and action is Action.STREAM)
     assert found[Action.ADMIT] > 0 < found[Action.CPU]
     assert (actions >= LOW_VERSION).any() == (low > 0)

@@ -1,10 +1,9 @@
 """No schedule of small and large batches without the host corrupts a slot, on a recorded device.
 
-A small-batch step, replayed from a graph or launched, is one operation of the computing stream for each of its layers:
-it reads slots, and fills slots that layers keep and slots that no layer keeps. What it leaves to the host goes through
-a CPU queue, whose poller and watchdog are threads of their own. Large-batch steps between them stream through the
-latter slots on a stream of their own, ahead of what is computed, and fill and read what layers keep; budgets change in
-the middle.
+A small-batch step, replayed from a graph or launched, is one operation of the computing stream per layer: it reads
+slots, and fills cache slots and staging slots. What it leaves to the host goes through a CPU queue, whose poller and
+watchdog have their own threads. Large-batch steps in between stream through the staging slots on a stream of their own,
+ahead of computation, and fill and read cache slots; budgets change in between.
 """
 
 import contextlib
@@ -56,14 +55,14 @@ MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
 
 
 class RecordedBranch:
-    """Tells what is behind what; work is given to its ``stream``."""
+    """Records which work is ordered after which; work is assigned to its ``stream``."""
 
     def __init__(self, history):
         self._history, self.stream = history, COMPUTATION
 
     @contextlib.contextmanager
     def fork(self):
-        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # that launches it
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # of the launching thread
         self._history.follow("branch", self._history.now(COMPUTATION))
         self.stream = "branch"
         yield
@@ -77,7 +76,7 @@ class RecordedBranch:
 
 
 class RecordedKernels(PlainKernels):
-    """Tells of the slots that a decode step fills, and of those that it reads to fill others."""
+    """Records the slots that a decode step fills, and the slots that it copies from."""
 
     def __init__(self, history, branch, *arguments):
         super().__init__(*arguments)
@@ -91,7 +90,7 @@ class RecordedKernels(PlainKernels):
 
     def fetch(self, source, destination):
         stream = self._branch.stream
-        self._history.follow(stream, self._history.now(threading.current_thread()))  # that launches it
+        self._history.follow(stream, self._history.now(threading.current_thread()))  # of the launching thread
         self._history.read(stream, source)
         self._history.write(stream, destination)
         self._clocks.append(self._history.now(stream))
@@ -109,7 +108,7 @@ class RecordedKernels(PlainKernels):
         PlainKernels.list_predicted(table, layer, *arguments)
 
     def copy_predicted(self, *arguments):
-        """Any number of the copies are made before the next layer is planned."""
+        """Any number of the copies may finish before the next layer is planned."""
         self._clocks = []
         super().copy_predicted(*arguments)
         due = self._coming.due
@@ -123,7 +122,7 @@ class RecordedKernels(PlainKernels):
     def decide(self, table, layer, *arguments, **how):
         self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))
         if self._coming is not None and self._coming.layer == layer:
-            self._history.follow(COMPUTATION, self._published)  # it sees that they have arrived
+            self._history.follow(COMPUTATION, self._published)  # the planner sees that they have arrived
         self._history.read(COMPUTATION, table.staged[layer % 2])
         super().decide(table, layer, *arguments, **how)
 
@@ -132,7 +131,7 @@ class RecordedKernels(PlainKernels):
 
 
 class RecordedLargeBatch(PlainLargeBatch):
-    """Tells when a layer's list of copies is written; its steps are kept, so that no other list has their addresses."""
+    """Records when a layer's list of copies is written; steps are kept alive, so that no list's address is reused."""
 
     _all: ClassVar[list] = []
 
@@ -157,7 +156,7 @@ class RecordedLargeBatch(PlainLargeBatch):
 
 
 class NamesExperts(DevicePredictor):
-    """Names what a program says for the layer after each step's."""
+    """Predicts, after each step, the experts that a program names."""
 
     answers = iter(())
     history, look_ahead = History(), 1
@@ -174,7 +173,7 @@ class NamesExperts(DevicePredictor):
 
 
 class Roomy(Exact):
-    """Has two groups of two slots for what passes, and fetches ahead what a program names."""
+    """A policy with two groups of two staging slots, which prefetches what a program names."""
 
     def staging_slots(self, slots):
         return min(4, slots)
@@ -271,7 +270,7 @@ programs = st.builds(
 
 
 def equal(outputs, program):
-    """Of the steps that did not fail, which are all but two of those that follow each other."""
+    """Whether all steps that did not fail are right, and few failed."""
     right = [got is None or torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True)]
     return all(right) and sum(got is None for got in outputs) <= 2 * LAYERS
 
@@ -286,7 +285,7 @@ def test_no_schedule_corrupts_a_slot(program, seed, restless):
 
 
 def random_program(seed, misses=MISSES[:1]):
-    """Prompts and decode steps, which prediction and stream; every other program of steps that end in the middle."""
+    """Programs of prompts and decode steps that predict and stream; in every other one, steps end in the middle."""
     chosen, tokens = random.Random(seed), (1, 5, 5, PROMPT) if misses[0] != "fetch" else (1, 5, 5, PROMPT, PROMPT)
     layers = [chosen.randrange(LAYERS) if seed % 2 else number % LAYERS for number in range(12)]
     return Program(
@@ -302,7 +301,7 @@ def random_program(seed, misses=MISSES[:1]):
 
 
 def faults(seeds=range(40), misses=MISSES[:1]):
-    """What the first seed shows that shows something: a race, or a wrong answer; None if none of them does."""
+    """The finding of the first seed that has one, a race or a wrong answer; None if no seed has."""
     for seed in seeds:
         history, outputs = History(), None
         with contextlib.suppress(AssertionError):

@@ -1,4 +1,4 @@
-"""What an automatic budget leaves: the KV cache of the longest request, first of all."""
+"""The memory that an automatic budget leaves: first of all, the KV cache of the longest request."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from vllm_dymoe.options import ConfigError
 
 GIB = 2**30
 MIB = 2**20
-# Qwen3-30B-A3B at 4 bits: 48 layers, 4 KV heads of 128 in bf16, and what a GPU below 70 GB takes by default.
+# Qwen3-30B-A3B at 4 bits: 48 layers, 4 KV heads of 128 in bf16, and vLLM's default settings on a GPU below 70 GB.
 LENGTH = 40960
 KV_CACHE = 48 * 2 * 4 * 128 * 2 * LENGTH
 DENSE = 3 * GIB  # embeddings, attention, routers, head
@@ -25,7 +25,7 @@ SHAPE = StepShape(
 
 
 def free_on(card, utilization=0.92, context=GIB // 2):
-    """What vLLM may use of a card once the dense weights are loaded."""
+    """Memory that vLLM may use on a card once the dense weights are loaded."""
     return int(card * GIB * utilization) - context - DENSE
 
 
@@ -86,5 +86,5 @@ def test_activations_grow_with_what_a_step_does():
     for larger in ({"tokens": 16384}, {"sequences": 1024}, {"graphs": 5000}, {"graph_tokens": 512}):
         assert replace(SHAPE, **larger).nbytes > SHAPE.nbytes
     assert GIB < SHAPE.nbytes < 2.5 * GIB
-    # Sampling is over when a step begins: the larger of the two counts.
+    # Sampling ends before a step begins, so the larger of the two counts.
     assert replace(SHAPE, sequences=1).nbytes < SHAPE.nbytes == replace(SHAPE, tokens=1).nbytes

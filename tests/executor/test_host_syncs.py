@@ -1,6 +1,6 @@
-"""How often the host waits for the device before a layer's experts are enqueued: once, for their numbers.
+"""The host waits for the device once before it enqueues a layer's experts: for their numbers.
 
-Tensors that would be on a device are of a class that notes what only the host can answer.
+Tensors that would be on a device belong to a class that records every operation that needs their values on the host.
 """
 
 from typing import ClassVar
@@ -29,13 +29,13 @@ from vllm_dymoe.prefetch import Predictor, RoutedModel
 LAYERS, TOP_K, HIDDEN = 4, 2, 64
 EXPERTS = 6
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, hidden=HIDDEN))
-# What needs a number that is on the device. A mask as an index needs the size of what it leaves.
+# Operations that need a number from the device. Indexing with a mask needs the size of the result.
 WAITS = {"tolist", "item", "cpu", "numpy", "nonzero", "bincount", "masked_select", "argwhere", "equal", "allclose"}
 WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
 
 
 class OnDevice(torch.Tensor):
-    """A tensor whose numbers only the device has; so are results of what is computed with it."""
+    """A tensor whose values only the device has, like all results computed from it."""
 
     log: ClassVar[list[str]] = []
 
@@ -55,7 +55,7 @@ class OnDevice(torch.Tensor):
 
 
 class Stream(RecordedStream):
-    """The predictions' stream: what it has computed is on the host once it has been waited for."""
+    """The predictions' stream: its results are on the host after a wait."""
 
     def run(self, compute, inputs):
         return super().run(lambda *given: (part.as_subclass(torch.Tensor) for part in compute(*given)), inputs)
@@ -72,7 +72,7 @@ def predictor_file(tmp_path_factory):
 
 
 def serve(policy, tokens, file=None, prompt=None, steps=6):
-    """What a server on a device did, layer by layer: waits, and when experts were enqueued."""
+    """A server's actions on a device, layer by layer: waits, and when experts were enqueued."""
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     gates = [type(gate)(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
     model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file)
@@ -121,7 +121,7 @@ def test_the_host_waits_once_before_experts_are_enqueued(policy, trained, tokens
 
 @pytest.mark.parametrize(("tokens", "prompts", "most"), [(1, 0, 2), (5, 0, 2), (5, 5, 2), (5, 3, 2)])
 def test_a_policy_that_looks_at_weights_waits_once_more(tokens, prompts, most):
-    """However many tokens there are, and of whatever phases."""
+    """For any number of tokens, in any phase."""
     prompt = None
     if prompts:
         rows = (torch.arange(tokens) < prompts).as_subclass(OnDevice)

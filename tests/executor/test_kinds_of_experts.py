@@ -1,4 +1,4 @@
-"""Experts and layers that are not the usual: without a gate, weighted before they compute, of a draft model."""
+"""Unusual experts and layers: without a gate, weighted before computation, and of a draft model."""
 
 from dataclasses import replace
 
@@ -55,13 +55,13 @@ def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
     for (seed, layer, tokens), got in zip(STEPS, want, strict=True):
         x, weights, ids = random_step(seed, tokens, experts)
         right = reference(store, Routing(layer, 2, x, ids, weights, **told), activation)
-        # bf16: rounding the input's product, the inner activation, each expert's output and the sum.
+        # bf16: rounding of the input's product, the inner activation, each expert's output and the sum.
         assert (got.double() - right).norm() / right.norm() < 1e-2
 
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_path, in_files):
-    """Draft layers of the same index as the model's get numbers of their own; experts stay whose they were."""
+    """Draft layers with the index of a model layer get their own numbers; experts keep their owners."""
     model, draft = make_experts(), make_experts(layers=1)
     parts = [write(tmp_path / name, e) for name, e in (("model", model), ("draft", draft))] if in_files else None
     alone = run(make_server(make_store(model)), STEPS)

@@ -1,4 +1,4 @@
-"""Large-batch steps without the host: the bits of the host's way, what is enqueued when, and nothing that waits."""
+"""Large-batch steps without the host: the host path's bits, what is enqueued when, and no waits."""
 
 import contextlib
 from types import SimpleNamespace
@@ -25,20 +25,21 @@ from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Counter, Table
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
+from vllm_dymoe.policies.on_demand import OnDemand
 
 LAYERS, EXPERTS = 4, 16
 STORES = {nested: make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (0, 1)}
 
 
 class Roomy(Exact):
-    """Half of its slots are staging slots."""
+    """A policy with half of its slots as staging slots."""
 
     def staging_slots(self, slots):
         return slots // 2
 
 
 class RoomyDymoe(Dymoe, Roomy):
-    """The same with two precisions."""
+    """The same, with two precisions."""
 
 
 POLICIES = {"exact": (Roomy(), 0), "precisions": (RoomyDymoe(retention=0.5, reuse_high=False), 2)}
@@ -51,7 +52,7 @@ STEPS = [(seed, layer, tokens) for seed, tokens in enumerate((40, 40, 3, 20, 1, 
 @pytest.mark.parametrize("nested", [0, 1])
 def test_no_budget_changes_a_bit(policy, budget, nested):
     policy, low = POLICIES[policy]
-    policy = type(policy)(**policy.model_dump())  # a threshold of its own
+    policy = type(policy)(**policy.model_dump())  # with its own threshold
     want = run(make_server(STORES[nested], "100%", type(policy)(**policy.model_dump()), low=low), STEPS)
     server = device_planned_server(STORES[nested], budget, policy, low=low)
     got = run_device_planned(server, STEPS)
@@ -63,8 +64,9 @@ def test_no_budget_changes_a_bit(policy, budget, nested):
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 def test_prompts_have_the_hosts_precisions(high_by):
-    """Prompts beside tokens that decode, each with a measure of its own; in half of the steps weights' sums are equal,
-    or differ by less than float32 would tell."""
+    """Prompts together with decoding tokens, each with its own measure; in half of the steps sums of weights are
+    equal, or differ by less than float32 can represent.
+    """
     policy = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
     host, server = make_server(STORES[1], "100%", policy()), device_planned_server(STORES[1], "50%", policy())
     for step in range(12):
@@ -83,7 +85,7 @@ def test_prompts_have_the_hosts_precisions(high_by):
 
 
 def test_an_interrupted_step_leaves_nothing_that_counts():
-    """What was copied ahead for a layer that does not come is not found by the next step."""
+    """Experts copied ahead for a layer that does not run are not used by the next step."""
     server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS)
     for number, (seed, layer, tokens) in enumerate(STEPS):
@@ -95,7 +97,7 @@ def test_an_interrupted_step_leaves_nothing_that_counts():
 
 
 def test_a_graph_of_a_layer_holds_for_any_budget():
-    """Captured with everything there, and right when nothing is."""
+    """Captured with every expert resident, and right when none is."""
     server = device_planned_server(STORES[0], "100%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS[:LAYERS])
     for budget in ("100%", "25%", "minimum"):
@@ -109,7 +111,7 @@ def test_a_graph_of_a_layer_holds_for_any_budget():
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_no_step_waits_for_the_device(monkeypatch, captured):
-    """Of launches that do nothing: what is left is the path's own code, with ids that only the device knows."""
+    """With launches that do nothing only the path's own code is left; only the device knows the ids."""
 
     class Launches(PlainLargeBatch):
         def plan(self, layer, x, weights, ids, *rest):
@@ -135,8 +137,9 @@ def test_no_step_waits_for_the_device(monkeypatch, captured):
 
 
 class Clocks:
-    """The two streams of a device, at ``computing`` and ``copying`` seconds of virtual time, and a step whose launches
-    only take some."""
+    """A device's two streams, at ``computing`` and ``copying`` seconds of virtual time, and a step with timed
+    launches.
+    """
 
     def __init__(self, shape, resident, each, compute, decide):
         self.shape, self._resident, self._each = shape, resident, each
@@ -181,15 +184,16 @@ class Clocks:
 
 @pytest.mark.parametrize("resident", [16, 32, 64, 96])
 def test_the_link_never_rests_in_a_sweep(resident):
-    """512 tokens through 48 layers of 128 experts at 25 GB/s: within a twentieth of what the link alone would take.
+    """512 tokens through 48 layers of 128 experts at 25 GB/s take at most a twentieth longer than the link alone.
 
-    A layer is computed in 1.15 ms, decided in 0.1, and between two of them attention takes 0.35, as counted for a 4090.
+    A layer is computed in 1.15 ms and planned in 0.1; attention between two layers takes 0.35, as counted for a 4090.
     """
     table = Table.allocate(48, 128, device="cpu")
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
     clocks = Clocks(shape, resident, each=2.65e6 / 25e9, compute=1.15e-3, decide=1e-4)
     kernel = SimpleNamespace(large_batch_step=lambda *_: clocks)
-    large = LargeBatches(8, table, kernel, clocks, torch.zeros(1), {HIGH: [resident] * 48}, {HIGH: 16}, (0,) * 48, {})
+    slots = {HIGH: [resident] * 48}, {HIGH: 16}, (0,) * 48, {}
+    large = LargeBatches(8, table.layers, table, kernel, clocks, torch.zeros(1), *slots)
     for layer in range(48):
         large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
         assert large._last[0][0] == shape
@@ -197,3 +201,45 @@ def test_the_link_never_rests_in_a_sweep(resident):
     bound = 48 * (128 - resident) * 2.65e6 / 25e9
     assert clocks.busy == pytest.approx(bound)
     assert clocks.computing / bound < 1.05
+
+
+class Alternating(Clocks):
+    """In which nothing may be copied while anything is computed, or the other way round."""
+
+    def copy(self, group):
+        assert not self._sizes.get(group) or self.copying >= self.computing
+        super().copy(group)
+
+    def compute(self, group):
+        assert self.computing >= self.copying
+        super().compute(group)
+
+
+def test_without_overlap_copies_and_computations_alternate():
+    table, resident = Table.allocate(4, 128, device="cpu"), 32
+    shape = LargeBatchShape(512, 8, 128, 1, 8, 12)
+    found = []
+    for kind, overlaps in ((Alternating, False), (Clocks, True)):
+        clocks = kind(shape, resident, each=1e-4, compute=1e-2, decide=1e-4)
+        kernel = SimpleNamespace(large_batch_step=lambda *_, made=clocks: made)
+        slots = {HIGH: [resident] * 4}, {HIGH: 16}, (0,) * 4, {}
+        large = LargeBatches(8, 4, table, kernel, clocks, torch.zeros(1), *slots, overlaps=overlaps)
+        for layer in range(4):
+            large.forward(layer, torch.empty(512, 1), None, None, Activation.SILU)
+        found.append(clocks.computing)
+    copies, computed = 4 * (128 - resident) * 1e-4, 4 * (1e-2 + 1e-4)
+    assert found[0] == pytest.approx(copies + computed)
+    assert found[1] < 0.9 * found[0]
+
+
+@pytest.mark.parametrize("budget", ["25%", "minimum"])
+def test_without_overlap_the_bits_are_the_same(budget):
+    policy = OnDemand(overlap=False)
+    want = run(make_server(STORES[0], "100%", policy, low=0), STEPS)
+    server = device_planned_server(STORES[0], budget, policy, low=0)
+    assert server.small_batches.most_rows == 0, "every step is a large batch"
+    got = [
+        run_large_batch(server, layer, *random_step(seed, tokens, STORES[0].experts)) for seed, layer, tokens in STEPS
+    ]
+    assert all(map(torch.equal, got, want))
+    check_device_planned(server)

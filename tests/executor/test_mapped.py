@@ -1,4 +1,4 @@
-"""Experts in files on a CPU: what the page cache has is computed by the CPU, everything else is fetched."""
+"""Experts in files on a CPU: the CPU computes what the page cache has, and fetches everything else."""
 
 import os
 import random
@@ -28,8 +28,8 @@ def files(tmp_path, request):
 
 
 def forget(store, layer=0):
-    """Leave nothing of a layer's file in the page cache."""
-    store._maps.clear()  # pages that a process maps stay
+    """Remove all pages of a layer's file from the page cache."""
+    store._maps.clear()  # pages stay while a process maps them
     file = store._layers[layer].file
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -97,7 +97,7 @@ def test_damage_is_no_answer(files):
 
 
 def test_a_file_that_is_cut_off_in_the_middle_of_a_step_fails_it_and_the_process_goes_on(files):
-    """The pages were in memory when it was asked; then they are gone."""
+    """The pages are in memory when the server checks, and gone afterwards."""
     server = with_budget(files, "minimum", low=0, misses="compute")
     run(server, STEPS)
     for layer in range(2):
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_off_in_the_middle_of_a_step_fails_it_and_the_process
 
 
 def test_after_lost_pages_everything_is_fetched(files):
-    """A server that is resized later knows of the loss as well; before, it checked the same experts for ever."""
+    """A server that is resized later knows of the loss as well; it used to check the same experts forever."""
     server = with_budget(files, "minimum", low=0, misses="compute")
     want = run(server, STEPS)
     path = files._layers[1].path
@@ -129,7 +129,7 @@ def test_after_lost_pages_everything_is_fetched(files):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("share_in_memory", [0, 0.5])
 def test_a_step_ends_whatever_is_in_memory(files, monkeypatch, share_in_memory):
-    """It went on for ever when one expert was found on disk while another was still to be checked."""
+    """It used to loop forever when one expert was found on disk while another was still to be checked."""
     steps = [(seed, seed % 2, 1 + seed % 3) for seed in range(60)]
     want = run(with_budget(files, "minimum", Dymoe(retention=0.5), misses="fetch"), steps)
     server = with_budget(files, "minimum", Dymoe(retention=0.5), misses="compute")

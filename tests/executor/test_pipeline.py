@@ -1,4 +1,4 @@
-"""In which order a layer's experts are fetched and computed, on an engine whose arrivals the test decides."""
+"""The order in which a layer's experts are fetched and computed, with an engine whose arrivals the test decides."""
 
 from dataclasses import replace
 
@@ -22,11 +22,11 @@ NEVER = 1000
 
 
 class Script:
-    """An engine that writes down what it is asked for.
+    """An engine that logs its calls.
 
     Attributes:
-        log: what was asked, and what was computed.
-        arrives: after how many computations each expert of layer 0 has arrived; what is not named never does by itself.
+        log: calls to the engine, and computations.
+        arrives: number of computations after which each expert of layer 0 arrives; others never arrive by themselves.
     """
 
     occupies_cores = False
@@ -87,7 +87,7 @@ class Script:
 
 
 def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
-    """A server of two layers that keep two experts each, of which some are there."""
+    """A server of two layers that keep two experts each; some experts are resident."""
     engine = Script({})
     server = make_server(
         STORE, (4 + staging) / 12, ByNumber(staging=staging), low=0, engine=engine, predictor=predictor
@@ -118,7 +118,7 @@ def test_the_link_starts_first_and_each_expert_is_computed_as_its_projections_ar
     assert engine.log == [
         *("ask 2", "ask 3", "compute 1", "compute 0"),
         *as_it_arrives(2),
-        *("ask 4", *as_it_arrives(3)),  # one slot computes while the other fills
+        *("ask 4", *as_it_arrives(3)),  # one slot is computed while the other fills
         *("ask 5", *as_it_arrives(4), *as_it_arrives(5)),
     ]
 
@@ -129,8 +129,8 @@ def test_what_frees_a_slot_goes_before_the_residents_as_long_as_slots_are_short(
     assert engine.log == [
         *("ask 2", "ask 3", "compute 1"),
         *("compute 2", "ask 4"),
-        *("compute 4", "ask 5"),  # 3 has arrived too; either frees a slot
-        "compute 0 3",  # every expert has a slot: the rest together
+        *("compute 4", "ask 5"),  # 3 has arrived, too; either one frees a slot
+        "compute 0 3",  # every expert has a slot: compute the rest together
         "compute 5",
     ]
 
@@ -149,7 +149,7 @@ def test_cores_that_copy_take_turns_with_computation():
 
 
 def without_overlap(server):
-    """As Accelerate is measured."""
+    """Let a server fetch like Accelerate."""
     server.host_planned.policy = OnDemand(overlap=False)
     server.host_planned.fetcher = Fetcher(server.cache, server.engine, overlaps=server.policy.residency.overlaps)
 
@@ -159,7 +159,7 @@ def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
     server, engine = make({}, resident=[], asynchronous=asynchronous)
     without_overlap(server)
     engine.fences.clear()
-    step(server, [0, 1, 2, 3, 4, 5])  # in two or more rounds: two slots are kept and two are for staging
+    step(server, [0, 1, 2, 3, 4, 5])  # in at least two rounds: two cache slots and two staging slots
     log, asked = engine.log, [entry for entry in engine.log if entry.startswith("ask")]
     assert len(asked) == 6
     for entry, fence in zip(asked, engine.fences, strict=True):
@@ -175,7 +175,7 @@ def test_without_overlap_a_slot_that_was_never_read_waits_as_well():
     step(server, [0, 1])
     computed = engine._computed
     engine.fences.clear()
-    step(server, [2, 3])  # which are colder, and go through staging slots that are fresh
+    step(server, [2, 3])  # these are colder, and pass through fresh staging slots
     assert computed > 0
     assert engine.fences == [computed, computed]
 
@@ -196,7 +196,7 @@ def test_where_computing_only_enqueues_half_of_what_is_on_its_way_is_one_launch(
 
 
 def test_where_computing_only_enqueues_residents_are_spread_over_the_misses():
-    """Enqueued all at once they would stand before what frees a slot, and the link behind them."""
+    """If all were enqueued at once, they would precede the work that frees a slot, and block the link."""
     server, engine = make({}, resident=[0, 1], asynchronous=True)
     step(server, [0, 1, 2, 3, 4, 5])
     assert [entry for entry in engine.log if not entry.startswith("wait")] == [
@@ -226,7 +226,7 @@ class Next(Predictor):
 
 def test_the_next_layer_takes_the_slots_that_this_one_leaves():
     server, engine = make({}, resident=[], predictor=Next())
-    step(server, [0, 1, 2, 3])  # four experts, two kept slots, two staging slots
+    step(server, [0, 1, 2, 3])  # four experts, two cache slots, two staging slots
     assert [entry for entry in engine.log if not entry.startswith("wait")] == [
         *("ask 0", "ask 1", "ask 2", "ask 3"),
         *("compute 0", "compute 1", "compute 2"),
@@ -235,7 +235,7 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 
 
 class KeepsNothing(ByNumber):
-    """As many slots as the budget has, and predictions may have any of them."""
+    """Keeps nothing, so predictions may use every slot of the budget."""
 
     @property
     def residency(self):
@@ -248,7 +248,7 @@ class KeepsNothing(ByNumber):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once(asynchronous):
-    """DuoServe-MoE 5.3: prefetching begins behind the first expert, also where all have arrived."""
+    """DuoServe-MoE 5.3: prefetching starts after the first expert, even if all experts have arrived."""
     engine = Script({0: 0, 1: 0, 2: 0})
     server = make_server(STORE, 4 / 12, KeepsNothing(), low=0, engine=engine, predictor=Next())
     engine.listen(server.kernel)
@@ -271,7 +271,7 @@ class First(Predictor):
     ],
 )
 def test_a_prompts_first_layer_is_fetched_ahead_of_it(policy, phase, log):
-    """DuoServe-MoE 5.2: the first experts travel while what is before the layer computes."""
+    """DuoServe-MoE 5.2: the first experts travel while the work before the layer is computed."""
     engine = Script({3: 0, 4: 0, 5: 0})
     server = make_server(STORE, 4 / 12, policy, low=0, engine=engine, predictor=First())
     server.host_planned.begin_step(phase)

@@ -1,4 +1,4 @@
-"""A predictor in the server: counted, asked at the right moment, harmless when wrong."""
+"""A predictor in the server: counted, called at the right moment, and harmless when wrong."""
 
 import random
 import time
@@ -69,7 +69,7 @@ def test_naming_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor
 
 
 class Names(Predictor):
-    """Names one expert; with weights of a size that a test says."""
+    """Predicts one expert; the test sets the size of its weights."""
 
     nbytes = property(lambda self: self._nbytes)
 
@@ -119,8 +119,8 @@ def test_its_memory_is_part_of_the_budget():
         return stats.slots["high"]
 
     of_bytes = with_budget(STORE, "50%").budget.limit
-    assert slots(2 * FORMAT.nbytes, of_bytes) == slots(0, of_bytes) - 2  # bytes are strict
-    assert slots(2 * FORMAT.nbytes, "50%") == slots(0, "50%")  # a share counts experts
+    assert slots(2 * FORMAT.nbytes, of_bytes) == slots(0, of_bytes) - 2  # a budget in bytes includes the predictor
+    assert slots(2 * FORMAT.nbytes, "50%") == slots(0, "50%")  # a budget as a share counts only experts
     assert slots(2 * FORMAT.nbytes, "top-k") == STORE.experts.top_k
     with refused(option="expert_budget"):
         slots(10**9, of_bytes)
@@ -163,7 +163,7 @@ def test_what_was_computed_to_warm_up_is_not_counted():
         predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
         server = with_budget(STORE, "100%", ByNumber(staging=3), predictor=predictor, link_gbps=LINK, planning="host")
         for layer in range(LAYERS):
-            if warm and layer in (0, 2):  # before a request, and between two
+            if warm and layer in (0, 2):  # before a request, and between two requests
                 before = server.stats()
                 with server.host_planned.unobserved():
                     for other in range(LAYERS):
@@ -181,7 +181,7 @@ def test_what_was_computed_to_warm_up_is_not_counted():
 
 @pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
-    """FIRM-MoE Eq. 11 counts what the layer found on the device, not what the layer before it did."""
+    """FIRM-MoE Eq. 11 counts what the layer found on the device, not what the layer before it left there."""
     heard = []
 
     class Hears(Names):
@@ -191,6 +191,6 @@ def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
 
     server = with_budget(STORE, budget, predictor=Hears(), link_gbps=LINK, planning="host")
     x, weights, ids = random_step(0, 1, STORE.experts)
-    for _ in range(3):  # all of them are there from the second time on
+    for _ in range(3):  # from the second time on all are resident
         forward(server, 0, x, weights, ids)
     assert heard == [number * ids.numel() for number in (1, 2, 3)]

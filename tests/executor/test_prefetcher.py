@@ -1,4 +1,4 @@
-"""Fetching ahead: it never changes a value, never costs demand a slot, and stops where it does not help."""
+"""Prefetching never changes a value, never takes a slot from a demanded fetch, and stops where it does not help."""
 
 import random
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ STEPS = [(seed, seed % 4, (1, 1, 7, 40)[seed // 4 % 4]) for seed in range(48)]
 
 
 class HostPredictions(Predictor):
-    """Names random experts of random layers: some twice, some on the device already, some of layers long past."""
+    """Predicts random experts of random layers: some twice, some resident already, some of layers that have run."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -43,7 +43,7 @@ class HostPredictions(Predictor):
 
 @dataclass
 class Link:
-    """An engine whose transfers go as far as a test says."""
+    """An engine whose transfers progress as far as the test says."""
 
     occupies_cores: bool = False
     tickets: list[Ticket] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Link:
 
 @dataclass
 class Ahead:
-    """A prefetcher, what it works with, and the slots that a step holds."""
+    """A prefetcher with its collaborators, and the slots that a step holds."""
 
     prefetcher: Prefetcher
     cache: DeviceCache
@@ -90,7 +90,7 @@ class Ahead:
         return self.fetcher.start(layer, expert, Precision.HIGH, Reason.DEMAND)
 
     def give_back(self, fetches):
-        """As a step does, which has all bytes by then."""
+        """Finish a layer as a step does, which has received all bytes by then."""
         for fetch in fetches:
             fetch.ticket.state = State.DONE
             if not fetch.complete:
@@ -128,7 +128,9 @@ def make_ahead(slots=6, staging=2, projections=3):
     ids=["one in the other", "two versions", "skipped"],
 )
 def test_experts_are_fetched_ahead_in_the_precision_that_their_layer_will_want(low, nested, fetched):
-    """Of two that are named for the last of four layers t is one; where no low version is stored nothing is fetched."""
+    """Of two experts predicted for the last of four layers, t keeps one; without a stored low version nothing is
+    fetched.
+    """
     store = make_store(make_experts(layers=4, nested=nested))
     server = with_budget(
         store,
@@ -162,7 +164,7 @@ def counts(ahead):
 def test_the_best_candidates_take_the_staging_slots_and_the_others_wait_for_one():
     ahead = make_ahead()
     kept = ahead.cache.table.residents(Precision.HIGH)
-    ahead.prefetcher.offer(0, candidates(0, 3, 4, 5))  # 0 is on the device
+    ahead.prefetcher.offer(0, candidates(0, 3, 4, 5))  # 0 is resident
     ahead.prefetcher.fill()
     assert fetched(ahead) == [(1, 3), (1, 4)]
     assert {ticket.reason for ticket in ahead.engine.tickets} == {Reason.PREFETCH}
@@ -242,7 +244,7 @@ def test_a_part_of_an_expert_is_in_time_when_it_has_arrived():
 
 
 def test_another_precision_than_the_one_that_was_fetched_is_not_used():
-    """A high version would do for a low one, but then a prediction would decide what is computed."""
+    """A high version could serve a low request, but then a prediction would decide what is computed."""
     ahead = make_ahead()
     ahead.prefetcher.offer(0, candidates(3))
     ahead.prefetcher.fill()
@@ -258,7 +260,9 @@ def test_cores_that_copy_have_no_idle_link():
 
 
 class Slow(Predictor):
-    """Names two experts after some seconds, of which one is right; on a side stream it takes them to begin with."""
+    """Predicts two experts after some seconds, one of them rightly; on a side stream it takes the seconds at the
+    start.
+    """
 
     def __init__(self, wait, seconds=0.0, later=False):
         super().__init__(SimpleNamespace(answers_later=later))
@@ -280,7 +284,7 @@ class Slow(Predictor):
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(later, waits):
-    """Unless the layer waits for the link afterwards, which has worked while the host predicted."""
+    """Unless the layer waits afterwards for the link, which was busy while the host predicted."""
     now = 0.0
 
     def wait(seconds):

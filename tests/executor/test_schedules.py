@@ -1,8 +1,8 @@
 """No schedule corrupts a slot: the real server on a recorded device, with a happens-before check of every access.
 
-The history says whether a slot is read before its bytes are complete, or rewritten before its last reader, on any
-interleaving that locks and events allow; the outputs say whether the bytes were the right ones. Planted faults show
-that each of these would be found.
+The history shows whether a slot is read before its bytes are complete, or rewritten before its last reader, in any
+interleaving that locks and events allow; the outputs show whether the bytes were right. Planted faults prove that the
+test finds each of these.
 """
 
 import contextlib
@@ -56,13 +56,15 @@ def check(program, outputs, history):
 @settings(max_examples=120, deadline=None)
 @given(programs, st.sampled_from(KINDS), st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
 def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
-    """Nor disturbs a capture. After a read that fails or does not end nothing is captured: it is the end of a start."""
+    """No schedule disturbs a capture either. After a read that fails or never ends, nothing is captured: the start
+    ends.
+    """
     history, program = History(), replace(program, faults={}) if program.captures else program
     check(program, execute(program, kind, DeterministicThreads(history, seed, restless), history), history)
 
 
 def random_program(seed):
-    """One that fetches ahead, streams, predictions wrong, and now and then fails to read."""
+    """A program that prefetches and streams, with wrong predictions and occasional failing reads."""
     chosen = random.Random(seed)
     layers = [number % LAYERS for number in range(9)]
     return Program(
@@ -79,10 +81,10 @@ def random_program(seed):
 
 
 def races(kind, seeds=range(60)):
-    """The first race that a seed shows; None if none of them does."""
+    """The first race that a seed shows; None if no seed shows one."""
     for seed in seeds:
         history = History()
-        # The server's own checks may notice as well; that is not what is asked here.
+        # The server's own checks may notice, too; this test ignores them.
         with contextlib.suppress(AssertionError, KeyError):
             execute(random_program(seed), kind, DeterministicThreads(history, seed), history)
         if history.races:
@@ -171,7 +173,7 @@ def a_staging_buffer_is_reused_too_early(monkeypatch):
 
 
 def a_failed_step_forgets_what_it_has_read(monkeypatch):
-    """What this check found: computation that failed between two projections had read the first one."""
+    """A bug that this check found: a computation that failed between two projections had read the first one."""
 
     def let_go(self):
         held = [*self._computing, *self._ready, *self._arriving]
@@ -196,7 +198,7 @@ def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeyp
 
 
 def slots_are_freed_while_predictions_are_on_their_way(monkeypatch):
-    """A read that was given up is not waited for; the server takes its slot for free."""
+    """An abandoned read is not waited for, and the server wrongly treats its slot as free."""
 
     def clear(self):
         self._candidates.clear()

@@ -1,4 +1,4 @@
-"""The low version inside the high one, through the server: what moves, what stays, and that no bit changes."""
+"""Nested low versions in the server: what moves, what stays, and that no bit changes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,7 @@ def make_server(bits=(4, 2), budget="50%", store=None, high=1.0, **options):
 
 
 def step(server, layer=0, **plan):
-    """One token whose experts are named by precision, high=[...], low=[...]; bytes that moved."""
+    """Run one token whose experts are listed by precision, high=[...], low=[...]; returns the bytes moved."""
     precisions = {expert: Precision(precision) for precision, experts in plan.items() for expert in experts}
     server.policy.plan.clear()
     server.policy.plan.update(precisions)
@@ -104,7 +104,7 @@ def test_a_promotion_that_is_not_kept_loses_neither_version():
 
 
 def test_a_version_that_is_there_is_read_as_it_is_wanted():
-    """Without reuse a low expert is computed from its base alone; nothing moves for that."""
+    """Without reuse a low expert is computed from its base alone, and nothing moves for it."""
     server = make_server(budget="100%", policy="dymoe", policy_options={"retention": 0.5, "reuse_high": False})
     server.cache.table.reuse_high[:] = False
     seen = []
@@ -140,10 +140,9 @@ def test_a_slice_that_cannot_be_read_costs_no_slot():
 )
 @pytest.mark.parametrize("lent", [(HI, LO), (HI,), (LO,)], ids=str)
 def test_where_no_staging_slot_comes_back_kept_slices_make_room(wanted, lent):
-    """Reads that do not end have them: a residual slice gives up its slot alone, a base takes its residual slice
-    along."""
+    """Slices whose reads never end: a residual slice gives up only its own slot, a base also its residual slice's."""
     server, roomy = make_server(budget="50%", high=0.5), make_server(budget="100%")
-    for _ in range(3):  # so warm that others pass through
+    for _ in range(3):  # so hot that others only pass through
         step(server, high=[0, 1])
         step(server, high=[2], low=[3])
     pools = [server.cache.pools[precision] for precision in lent]
@@ -197,7 +196,9 @@ class Ahead:
 )
 @pytest.mark.parametrize("budget", ["60%", "minimum"])
 def test_slices_that_were_fetched_ahead_come_in_any_order(slices, budget):
-    """A base may have given way to demand, or arrive last; an expert with half of what it needs waits for no other."""
+    """A base may have been evicted by a demanded fetch, or arrive last; an expert with half its slices waits for no
+    other.
+    """
     server = make_server()
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     Ahead(server, 3, **slices)

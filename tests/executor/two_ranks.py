@@ -1,12 +1,12 @@
-"""Two ranks in one process that ask each other."""
+"""Two ranks in one process that agree with each other."""
 
 import threading
 
 
 def on_two_ranks(run):
-    """What ``run(rank, agree)`` returns on each, and how often they asked.
+    """Return what ``run(rank, agree)`` returns on each rank, and the number of agreements.
 
-    ``agree`` gives the least of what both say, and refuses ranks that do not say as much.
+    ``agree`` returns the minimum of both ranks' values, and fails if they differ in length.
     """
     barrier, said, found, asked = threading.Barrier(2), [[], []], [None, None], []
 
@@ -24,7 +24,7 @@ def on_two_ranks(run):
         try:
             found[rank] = run(rank, lambda numbers: agree(rank, numbers))
         except BaseException:
-            barrier.abort()  # the other one need not wait any longer
+            barrier.abort()  # the other rank need not wait any longer
             raise
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]

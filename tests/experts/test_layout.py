@@ -1,4 +1,4 @@
-"""One packed expert: three matrices with what the expert has."""
+"""The layout of one packed expert: three matrices and their parameters."""
 
 import torch
 

@@ -8,7 +8,7 @@ ODD = (
     float("inf"), "", " ", "a", "4", "-1", "\0", "../x", "/etc/passwd", "~nosuch/x", "nan", "25%", "9" * 400, [], [[]],
     {}, [None], ["a"], [-1], [2**63], {"a": 1}, {"": {}}, "BF16", "F4", "bfloat16", "float", "gptq",
 )  # fmt: skip
-"""Values that a field may have been meant for none of."""
+"""Values that are invalid for most fields."""
 
 
 def damaged(data, rng):
@@ -33,7 +33,7 @@ def damaged(data, rng):
 
 
 def odd(value, rng):
-    """A JSON value with one node exchanged, removed, added or moved; what it is made of is not changed."""
+    """Return a copy of a JSON value with one node exchanged, removed, added or moved."""
     nodes = list(_nodes(value))
     if not nodes or rng.random() < 0.02:
         return rng.choice(ODD)
@@ -59,7 +59,7 @@ def odd(value, rng):
 
 
 def odd_text(value, rng):
-    """The same as JSON, now and then no longer quite that, or as deep or long as a parser may dislike."""
+    """A mutated value as JSON text, sometimes invalid, or too deep or too long for a parser."""
     if rng.random() < 0.03:
         return rng.choice(("[" * 20_000, '{"a":' * 20_000, "9" * 6000, "", "null", "\ufeff{}", "[1,2", '"'))
     changed = value
@@ -70,7 +70,7 @@ def odd_text(value, rng):
 
 
 def odd_file(data, rng):
-    """A safetensors file with damage anywhere, or with a header that says something else."""
+    """A safetensors file with damage anywhere, or with a wrong header."""
     if rng.random() < 0.4:
         return damaged(data, rng)
     length = int.from_bytes(data[:8], "little")

@@ -1,7 +1,7 @@
-"""Stores, checkpoints, options, predictors and traces that somebody has damaged or made up: refused with a sentence.
+"""Damaged or forged stores, checkpoints, options, predictors and traces are refused with a sentence.
 
 ``FUZZ_INPUTS=1000000 pytest tests/fuzz -n 8`` tries more of them. Every input follows from its number, which a failure
-names: ``one("options", 4711, folder)`` is that one again.
+reports: ``one("options", 4711, folder)`` repeats it.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.trace.trace import Trace, TraceError
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "10000"))
-PARTS = 4  # of each kind, for as many processes
-SECONDS = 20  # in which an input is refused or read; the longest takes far less than one
+PARTS = 4  # of each kind, to run in as many processes
+SECONDS = 20  # limit for one input; the slowest takes far less than a second
 QUANTIZED = (
     {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "dynamic": {"-:.*x": {}}},
     {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
@@ -57,7 +57,7 @@ def snapshot(folder):
 
 
 def exchanged(folder, files, rng, choose=None):
-    """Write whole files, one of which is changed; returns what the folder holds now."""
+    """Write files, one of them changed; returns the contents of the folder."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -154,7 +154,7 @@ def too_long(*_):
 
 
 def one(kind, number, folder, whole=None):
-    """Try an input by its number; returns whether it was read, or raises what is no sentence."""
+    """Try an input by its number; returns whether it was accepted, and raises anything but a refusal."""
     make, attempt, refusals = KINDS[kind]
     if whole is None:
         (folder / "whole").mkdir()

@@ -1,6 +1,6 @@
-"""Triton's kernels run on a GPU or in Triton's interpreter, which has to be asked for before triton is imported.
+"""Triton kernels run on a GPU or in Triton's interpreter, which must be enabled before triton is imported.
 
-So test_interpreter.py runs the files named test_triton_* in processes of their own, and this process leaves them alone.
+So test_interpreter.py runs the files named test_triton_* in processes of their own; this process does not collect them.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton keeps what it compiles in the home folder, which not every machine that runs tests can write to.
+# Triton caches compiled kernels in the home folder, which not every test machine can write to.
 if not os.access(Path.home(), os.W_OK):
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="dymoe-test-triton-"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -18,7 +18,7 @@ collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test
 
 
 def pytest_collection_modifyitems(items):
-    """Keep the part that TEST_PART names. What is named on the command line is collected all the same."""
+    """Keep the part that TEST_PART names. Files named on the command line are always collected."""
     part, parts = map(int, os.environ.get("TEST_PART", "0 1").split())
     items[:] = items[part::parts]
     for item in items:

@@ -1,4 +1,4 @@
-"""Faults to plant into `make gpu` on the host, by name; each is one that its parts exist to find."""
+"""Faults to plant into `make gpu` on the host, by name; its parts exist to find each of them."""
 
 
 def plant(name):
@@ -7,7 +7,7 @@ def plant(name):
 
 
 def _reused_slot():
-    """Half of an expert stays what was in its slot before."""
+    """Half of a fetched expert keeps the slot's previous bytes."""
     from vllm_dymoe.cache.transfer.cuda import CudaStreams
 
     copy, written = CudaStreams.copy, set()
@@ -21,14 +21,14 @@ def _reused_slot():
 
 
 def _old_input():
-    """A graph reads what it was captured with, and nothing is written there."""
+    """A graph reads the inputs of its capture, because nothing updates them."""
     from parts.decided import DevicePlannedSteps
 
     DevicePlannedSteps.step = lambda self, x: (self._replay(), self._seen)[1]
 
 
 def _no_fetches():
-    """A budget that is none: everything is resident before the first step, so that equal bits say nothing."""
+    """A budget without effect: everything is resident before the first step, so that equal bits prove nothing."""
     from vllm_dymoe.server import ExpertServer
 
     ExpertServer.stats = lambda self, stats=ExpertServer.stats: _without_misses(stats(self))

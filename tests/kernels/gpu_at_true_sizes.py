@@ -2,10 +2,10 @@
 
     python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
 
-The host is in place of the card, memory is mapped and not written, and what is left is the host's own work: FILE gets
-what the part found, and the times of "server, ..." and of prompts that the device plans are the host's for a layer.
-Numbers of the device mean nothing. With `few` a model has few experts, of true size: views of a thousand slots for each
-of twenty servers are what takes minutes, but the host's times are those for 128.
+The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FILE receives the
+part's results; the times of "server, ..." and of prompts with device planning are the host's time per layer. Device
+numbers mean nothing. With `few` a model has few experts of true size: creating views of a thousand slots for each of
+twenty servers takes minutes, but the host's times are those for 128.
 """
 
 import sys
@@ -36,13 +36,13 @@ from vllm_dymoe.executor.large_batch import LargeBatches  # noqa: E402
 from vllm_dymoe.kernels.triton import large_batch_step  # noqa: E402
 
 LARGE = 1 << 16
-"""Elements of a tensor whose contents are left as they are."""
+"""A tensor whose elements are left uninitialized."""
 HOST: list[float] = []
-"""Seconds of the host for each layer since the last measurement."""
+"""Host seconds of each layer since the last measurement."""
 
 
 class OfTheHost(Recorder):
-    """Gives the host's time for a layer in place of the whole step's."""
+    """Report the host's time for a layer in place of the whole step's."""
 
     def speed(self, name, unit, measured, bound, share, remark=""):
         super().speed(name, unit, 1e6 * median(HOST) if HOST else measured, bound, share, remark)
@@ -88,7 +88,7 @@ speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds
 decode.STEPS_MEASURED = 4
 prompts.LARGE_STEPS, prompts.DECODE_STEPS = 2, 3
 LargeBatches.forward = timed(LargeBatches.forward)
-large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # a launch
+large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # replaces a launch
 speeds.same_bits = lambda one, other: True
 MAKE, stack.Stack.server = stack.Stack.server, server
 

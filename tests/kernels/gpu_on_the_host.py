@@ -1,6 +1,6 @@
-"""`make gpu` with the host in place of the card: the command itself, its processes and all, with small sizes.
+"""`make gpu` with the host in place of the card: the whole command with its processes, at small sizes.
 
-Run by test_gpu_command.py, with Triton's interpreter. A fault to plant can be named in PLANTED.
+test_gpu_command.py runs it with Triton's interpreter. PLANTED may name a fault to plant.
 """
 
 import os
@@ -17,8 +17,8 @@ import torch  # noqa: E402
 from tests.kernels import faults, host_card  # noqa: E402
 
 torch.set_num_threads(1)
-warnings.simplefilter("ignore")  # NumPy's about random experts, one for each launch
-sys.modules["vllm"] = None  # tests/e2e has the part that needs it
+warnings.simplefilter("ignore")  # NumPy warns about random experts at each launch
+sys.modules["vllm"] = None  # tests/e2e covers the part that needs vLLM
 MODE = host_card.put_in_place()
 
 import gpu  # noqa: E402
@@ -50,7 +50,7 @@ sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
-if "short" not in sys.argv:  # a launch in the interpreter takes a second: one part shows that the server launches them
+if "short" not in sys.argv:  # a launch in the interpreter takes a second; one part shows that the server launches them
     expert_server.make_kernel = lambda device, *arguments, **options: make_kernel("cpu", *arguments)
     decode_as_launches(setattr, host_card.capturing)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)

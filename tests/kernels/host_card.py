@@ -1,8 +1,8 @@
-"""The host in place of a card: what torch.cuda offers, done at once by the processor.
+"""The host in place of a card: the processor executes torch.cuda's calls immediately.
 
-Streams execute in the order of their calls, so nothing here says whether events order what they should. A graph is what
-CUDA makes of one: what was computed between begin and end of its capture is computed again, from the same addresses and
-into the same addresses, whatever has become of the tensors. What a capture refuses is refused here too.
+Streams execute in the order of their calls, so tests with it cannot show that events order work correctly. Graphs work
+as in CUDA: what was computed during the capture is computed again, from the same addresses and into the same addresses,
+whatever became of the tensors. What a real capture refuses is refused here, too.
 """
 
 import time
@@ -20,7 +20,7 @@ from vllm_dymoe.cache.device_memory import CudaMemory
 
 
 class Event:
-    """Happens when it is recorded."""
+    """An event that happens when it is recorded."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._time = 0.0
@@ -39,7 +39,7 @@ class Event:
 
 
 class Stream:
-    """Everything on it is done when it is enqueued."""
+    """A stream on which work is done as soon as it is enqueued."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         pass
@@ -94,7 +94,7 @@ class Graph:
 
 
 class graph:  # noqa: N801 - as in torch.cuda
-    """Captures on its own thread only, as operations of other threads are not this stream's."""
+    """Captures only on its own thread, because operations of other threads do not belong to this stream."""
 
     def __init__(self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> None:
         self._graph = graph
@@ -120,7 +120,7 @@ _SERVER = SimpleNamespace(cudaHostRegister=lambda *arguments: 0, cudaHostUnregis
 
 
 def _captured_launches() -> None:
-    """Launches of Triton's interpreter are operations of a graph too."""
+    """Launches of Triton's interpreter become operations of a graph, too."""
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
@@ -136,7 +136,7 @@ def _captured_launches() -> None:
 
 
 def capturing() -> list[Launch] | None:
-    """What the running capture has so far."""
+    """The operations that the running capture has recorded so far."""
     return _CAPTURES[-1]._graph.steps if _CAPTURES else None
 
 
@@ -163,7 +163,7 @@ CARD = {
     "Event": Event,
     "_sleep": lambda cycles: None,
 }
-"""What torch.cuda has, by name."""
+"""Replacements for the members of torch.cuda, by name."""
 
 
 class Inline:
@@ -186,7 +186,7 @@ class Inline:
 
 
 def put_in_place() -> OnTheHost:
-    """For the rest of this process; the caller keeps the mode, which is entered here."""
+    """Install the replacements for the rest of this process; the caller keeps the mode that is entered here."""
     for name, value in CARD.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -27,11 +27,11 @@ ACTIVATIONS = (
     Activation(Curve.GELU_TANH, has_gate=False),
     Activation(Curve.RELU2, has_gate=False),
 )
-"""Every curve, with limits that the products of random weights exceed."""
+"""Every activation curve, with limits that products of random weights exceed."""
 
 
 SIZES = {
-    # In smaller ones a single rounding is the whole result: test_torch_experts.py has their matrices one at a time.
+    # In smaller ones a single rounding is the whole result; test_torch_experts.py tests those matrices one at a time.
     "hidden": st.integers(30, 150),
     "intermediate": st.integers(30, 150),
     "group_size": st.sampled_from([32, 64, 128, 256]),
@@ -39,14 +39,14 @@ SIZES = {
     "bias": st.booleans(),
 }
 MIXED = SIZES | {"activation": st.sampled_from(ACTIVATIONS), "seed": st.integers(0, 1000)}
-"""Sizes off every tile, and what differs between calls."""
+"""Sizes that are no multiples of a tile, and inputs that differ between calls."""
 
 
 def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
-    """Experts that some tokens chose, and one with none, give what the reference does; other rows stay as they were.
+    """Check that experts with and without tokens match the reference, and that other rows stay unchanged.
 
-    ``work_of`` makes work of an expert, rows and pairs, and ``compute`` of work and a number of rows [rows, hidden],
-    NaN where nothing was written.
+    ``work_of`` converts an expert, rows and pairs to work; ``compute`` maps work and a number of rows to [rows,
+    hidden], which is NaN where nothing was written.
     """
     tokens, count = len(x), len(experts)
     work = [
@@ -55,7 +55,7 @@ def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
     out = compute([*work, work_of(experts[0], [], [])], tokens * count).view(tokens, count, -1).cpu()
     for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
         want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
-        # A square of what random weights give may be more than the type has numbers for: not the kernel's doing.
+        # Squares of random results may overflow the dtype, which is not the kernel's fault.
         assume(not rows or want.abs().max() < torch.finfo(x.dtype).max)
         error = (out[rows, i].double() - want).norm() / want.norm()
         assert not rows or error < tolerance, expert.up.format.encoding.name
@@ -85,12 +85,12 @@ KINDS = {
     "half of 4": UPPER_HALVES[4],
     **CODEBOOKS,
 }
-"""Every code."""
+"""Every code of a width."""
 
 
 @dataclass(frozen=True)
 class PackedExpert:
-    """Three matrices that fit together."""
+    """Three matrices whose shapes match."""
 
     gate: PackedMatrix
     up: PackedMatrix
@@ -114,7 +114,9 @@ def random_expert(
     act_order=False,
     gate=True,
 ) -> PackedExpert:
-    """An expert of [hidden] -> [intermediate] -> [hidden], of a code or so many bits; an order is of integers only."""
+    """An expert of [hidden] -> [intermediate] -> [hidden] with a code or a number of bits; only integers have an
+    order.
+    """
     encoding = encoding if isinstance(encoding, Encoding) else encoding_of(encoding)
     act_order = act_order and encoding.bits < 16 and not (encoding.floats or encoding.lattice)
     formats = ExpertFormat(hidden, intermediate, encoding, group_size, dtype, bias, steps, act_order, gate).matrices

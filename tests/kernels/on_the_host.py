@@ -1,4 +1,4 @@
-"""For code that is written for a card, where there is none."""
+"""Runs code that is written for a card on machines without one."""
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -8,7 +8,7 @@ class OnTheHost(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.pin_memory:
             return args[0]
-        if function is torch.device:  # a name is no tensor
+        if function is torch.device:  # names are not tensors
             return function(*args, **(kwargs or {}))
         named = {name: _on_the_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         return function(*map(_on_the_host, args), **named)

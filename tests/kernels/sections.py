@@ -1,4 +1,4 @@
-"""Experts at addresses, for the tests of Triton's kernels."""
+"""Experts at addresses in memory, for tests of the Triton kernels."""
 
 import ctypes
 import mmap
@@ -26,7 +26,7 @@ from vllm_dymoe.kernels.triton import (
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
-# Three roundings (the dequantized weight of a tile, the inner activation, the result): issue's bounds, 8 and 11 bits.
+# Three roundings (the dequantized weight of a tile, the inner activation, the result), at 8 and 11 bits.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -51,7 +51,7 @@ def make_scratch(floats=1 << 16, held=float("nan")):
 
 
 def decode(x, table, work, rows, tile=STRIP, activation=Activation.SILU, weighting=None):
-    """Both decode launches; what gate and up left, and the output."""
+    """Run both decode launches; returns the result of gate and up, and the output."""
     scratch = make_scratch()
     hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
     decode_gate_up(x, hidden, table, work, activation, tile, scratch)
@@ -62,7 +62,7 @@ def decode(x, table, work, rows, tile=STRIP, activation=Activation.SILU, weighti
 
 
 def grouped(x, table, work, rows, tile=TILE, activation=Activation.SILU, place=lambda _: _):
-    """The same in grouped launches; `place` moves what they write to."""
+    """The same in grouped launches; `place` moves the tensors that they write."""
     hidden = place(poisoned(work.positions, table.shape.intermediate, dtype=x.dtype))
     grouped_gate_up(x, hidden, table, work, activation, tile)
     out = place(poisoned(rows, table.shape.hidden, dtype=x.dtype))
@@ -71,11 +71,11 @@ def grouped(x, table, work, rows, tile=TILE, activation=Activation.SILU, place=l
 
 
 some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
-"""Those whose zeros count steps, or whose columns have an order."""
+"""Encodings with integer zero points, or with an order of columns."""
 
 
 class Experts:
-    """Random experts of one shape, one packed expert each, the bits of each, and what they should compute."""
+    """Random experts of one shape: one packed expert each, the bits of each, and the expected results."""
 
     def __init__(self, shape, bits, seed=0):
         self.shape, self.bits = shape, list(bits)
@@ -105,7 +105,7 @@ def _joined(parts):
 
 
 def work_list(tokens_by_expert, top_k, step=2):
-    """Items of at most `step` positions. tokens_by_expert: a list of (token, k) for each expert of the table."""
+    """Work items of at most `step` positions. tokens_by_expert lists (token, k) for each expert of the table."""
     items, rows, pairs = [], [], []
     for expert, chosen in enumerate(tokens_by_expert):
         first = len(rows)
@@ -117,9 +117,9 @@ def work_list(tokens_by_expert, top_k, step=2):
 
 
 def at_the_edge(tensor):
-    """A copy behind whose last byte memory ends: one load or store too far kills the process.
+    """A copy whose last byte is the last of mapped memory: one load or store beyond it kills the process.
 
-    For the interpreter, which loads and stores what a mask lets through, one address at a time.
+    Works in the interpreter, which performs exactly the loads and stores that a mask allows, one address at a time.
     """
     if not tensor.nbytes:
         return tensor.clone()
@@ -133,7 +133,7 @@ def at_the_edge(tensor):
 
 
 def sections_at_the_edge(experts, copies):
-    """A table of experts whose every section ends where memory does; `copies` keeps the sections alive."""
+    """A table of experts whose sections all end at the end of mapped memory; `copies` keeps the sections alive."""
 
     def addresses(parts):
         copies.extend(at_the_edge(_joined([part])) for part in parts)
@@ -159,7 +159,7 @@ def run_backwards(monkeypatch):
 
 
 def count_loads(monkeypatch, memory):
-    """From now on, how often kernels load each byte of a tensor: int [nbytes], for the interpreter."""
+    """From now on, count how often kernels load each byte of a tensor: int [nbytes], for the interpreter."""
     from triton.runtime import interpreter
 
     counts, start, load = np.zeros(memory.nbytes, dtype=int), memory.data_ptr(), interpreter._interpreter.load

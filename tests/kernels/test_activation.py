@@ -1,4 +1,4 @@
-"""What experts do between their projections, against the formulas."""
+"""Activations between an expert's projections, against their formulas."""
 
 import math
 

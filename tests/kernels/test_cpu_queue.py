@@ -1,6 +1,6 @@
 """The handshake of a CPU queue: every interleaving of its model, and two processes over shared memory.
 
-Whether accesses to the real memory are ordered tests/executor/test_device_planned_schedules.py says.
+tests/executor/test_device_planned_schedules.py checks the order of accesses to the real memory.
 """
 
 import multiprocessing
@@ -32,20 +32,20 @@ POSTS = 3
 
 @dataclass(frozen=True)
 class State:
-    """Of device, poller, watchdog, and the memory between them; an entry holds whose x and whose rows it has."""
+    """The state of device, poller, watchdog and memory; an entry records whose x and whose rows it contains."""
 
     entries: tuple = ((0, 0), (0, 0), (0, 0), (0, 0))
     posted: int = 0
     answered: int = 0
     device: tuple = ("fill", 1)
-    poller: tuple = ("look", 0, 0)  # what it does, with which number, having seen which `answered`
+    poller: tuple = ("look", 0, 0)  # its action, the number of the request, and the value of `answered` that it saw
     given_up: frozenset = frozenset()
     read: tuple = ()  # (number, whose rows the device took)
     alive: bool = True
 
 
 class Handshake:
-    """What each side may do next. Subclasses are faults."""
+    """The possible next actions of each side. Subclasses plant faults."""
 
     depth = 4
     kills = True
@@ -83,7 +83,7 @@ class Handshake:
 
     def watchdog(self, state):
         number = state.answered // 2 + 1
-        if state.posted >= number:  # whenever it likes: the time that it waits is no order
+        if state.posted >= number:  # at any time: waiting time implies no order
             yield replace(state, answered=2 * number + 1, given_up=state.given_up | {number})
 
     def steps(self, state):
@@ -95,7 +95,7 @@ class Handshake:
 
 
 def explore(handshake):
-    """Every state that can be reached; what is wrong with the first one that is, or None, and how many there are."""
+    """Visit every reachable state; returns the error of the first bad one or None, and the number of states."""
     seen, left = {State()}, [State()]
     while left:
         state = left.pop()
@@ -118,14 +118,14 @@ def explore(handshake):
 
 
 class StoredAnswer(Handshake):
-    """An answer is stored, and not exchanged: one that comes too late counts."""
+    """An answer is stored instead of exchanged, so one that comes too late counts."""
 
     def answer(self, state, number, seen):
         return replace(state, answered=2 * number)
 
 
 class OneAnswer(Handshake):
-    """Done is a flag without a number, as a wait for a constant would have it."""
+    """Done is a flag without a number, as if the device waited for a constant."""
 
     def device(self, state):
         if state.device[0] == "wait" and state.answered > 2 * (state.device[1] - 1) + 1:
@@ -137,13 +137,13 @@ class OneAnswer(Handshake):
 
 
 class OneEntry(Handshake):
-    """All requests share an entry: rows of one that was given up are written over those of another."""
+    """All requests share an entry: an abandoned request's rows overwrite those of another."""
 
     depth = 1
 
 
 class NoWatchdog(Handshake):
-    """The poller is killed, and the device waits for ever."""
+    """The poller is killed, and the device waits forever."""
 
     def watchdog(self, state):
         return iter(())
@@ -166,12 +166,12 @@ def test_a_planted_fault_is_found(fault):
 
 needs_library = pytest.mark.skipif(native.load() is None, reason="the native library was not built here")
 STEPS = int(os.environ.get("CPU_QUEUE_STEPS", "3000"))
-"""By hand CPU_QUEUE_STEPS=1000000 pytest tests/kernels/test_cpu_queue.py; two busy cores took 78 s for 100,000."""
+"""By hand: CPU_QUEUE_STEPS=1000000 pytest tests/kernels/test_cpu_queue.py; 100,000 took 78 s on two busy cores."""
 TOKENS = 2
 
 
 class SharedQueue(CpuQueue):
-    """A CPU queue in memory that another process has, too."""
+    """A CPU queue in memory that another process maps, too."""
 
     def __init__(self, experts, memory, timeout=20.0, on_failure=print):
         super().__init__(experts, TOKENS, 1, timeout, 16, torch.device("cpu"), on_failure=on_failure)
@@ -187,7 +187,7 @@ def shape_of(experts):
 
 
 def answer(queue, slices):
-    """The poller's process: it maps the same experts at the same addresses, as they were forked with it."""
+    """The poller's process; it was forked after the experts were mapped, so they have the same addresses."""
     torch.set_num_threads(1)
     cpu_queue = SharedQueue(slices.experts, queue)
     cpu_queue._activation = Activation.SILU
@@ -206,7 +206,7 @@ def shared_queue(experts):
 
 
 def plan_of(store, layer, ids):
-    """Every expert of the step is left to the host."""
+    """Leave every expert of the step to the host."""
     experts, chosen = store.experts, sorted({int(expert) for expert in ids.flatten()})
     plan = LayerPlan.allocate(len(ids), experts.top_k, experts.num_experts, "cpu")
     plan.count.fill_(len(chosen))
@@ -220,7 +220,7 @@ def plan_of(store, layer, ids):
 
 
 def computed_here(store, layer, x, ids):
-    """Rows of all pairs, by this process."""
+    """Compute the rows of all pairs in this process."""
     beside, out = CpuWorker(1, 0, 16), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
     grouped = group_by_expert(ids.numpy())
     plan = LayerPlan.of_experts(grouped, [view_in_store(store, layer, expert, (4,)) for expert in grouped.experts])
@@ -241,7 +241,7 @@ def random_posts(experts, count=40):
 
 @needs_library
 def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
-    """Real kernels over shared memory; then the poller is killed in the middle, and every later wait still ends."""
+    """Real kernels over shared memory; then the poller is killed halfway, and every later wait still ends."""
     torch.set_num_threads(1)
     store = make_store(make_experts(layers=2))
     queue, experts = shared_queue(store.experts), store.experts
@@ -270,7 +270,7 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
         assert not answers[-1] or torch.equal(out, want)
     assert cpu_queue.failed
     assert len(said) == 1
-    for _ in range(20):  # what is left of the step
+    for _ in range(20):  # the rest of the step
         post_plain(cpu_queue.queue, cpu_queue.turn, layer, x, ids, plan)
         assert not collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
     assert time.monotonic() - begun < 20

@@ -1,6 +1,6 @@
-"""What the first call compiles, seen by a driver and a compiler that do nothing: no GPU, no interpreter.
+"""The kernels that the first call compiles, seen by a driver and a compiler that do nothing: no GPU, no interpreter.
 
-Triton's own run-time is real here: it decides what has to be compiled for a launch.
+Triton's own runtime is real here: it decides what must be compiled for a launch.
 """
 
 import json
@@ -76,11 +76,11 @@ def test_the_first_call_compiles_what_later_ones_need():
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, third = json.loads(done.stdout)
     compiled = [name for kind, name in first if kind == "compile"]
-    assert len(compiled) == len(set(compiled)) == 9  # what places experts, decode's two, two for each of three tiles
+    assert len(compiled) == len(set(compiled)) == 9  # expert placement, two for decode, two for each of three tiles
     assert [kind for kind, _ in first] == ["compile"] * 9 + ["run"] * 2
     assert [kind for kind, _ in second] == ["run"] * 8
     assert {name for _, name in second} == {name for name in compiled if not name.startswith("place_kernel")}
-    # Of another activation, only what contains it is new.
+    # For another activation, only kernels that contain it are new.
     assert sorted(name.split("{")[0] for kind, name in third if kind == "compile") == (
         ["gate_up_kernel"] + 3 * ["grouped_gate_up_kernel"]
     )

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu that need no GPU, and what it says where there is none."""
+"""The parts of benchmarks/gpu that need no GPU, and its messages where there is none."""
 
 import json
 from contextlib import nullcontext
@@ -49,9 +49,9 @@ def test_work_and_bound(layers):
     layer = layers.Model(64, 128, 4, 2)
     work = layers.work_of(layer, [[0, 1], [1, 3]], (4, 2))
     four, two = (layer.format(bits).nbytes for bits in (4, 2))
-    assert work.weight_bytes == four + 2 * two  # expert 0 has 4 bits, 1 and 3 have 2
+    assert work.weight_bytes == four + 2 * two  # expert 0 has 4 bits; 1 and 3 have 2
     assert work.flops == 4 * 3 * 2 * 64 * 128
-    # x twice; h written and read, and an output, for four pairs: two bytes each.
+    # x read twice; for each of four pairs, h written and read, and an output: two bytes per element.
     assert work.other_bytes == 2 * (2 * 64) + 4 * (2 * 128 * 2 + 2 * 64)
     slow_memory = layers.Machine("", 1e6, 1e15, 1.0)
     slow_units = layers.Machine("", 1e15, 1e6, 1.0)
@@ -61,7 +61,7 @@ def test_work_and_bound(layers):
 
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
 def test_fetched_experts_are_launched_at_their_true_sizes(gpu_folder, layers, monkeypatch, architecture):
-    """With launches that do nothing: what wrappers refuse, they would refuse on a card."""
+    """With launches that do nothing; arguments that wrappers refuse here they would refuse on a card."""
     import kernel_speeds
 
     launched = []
@@ -132,8 +132,8 @@ def test_problems_are_found(compile_table):
     assert "spills 8 bytes" in compile_table.problems(good | {"spill_bytes": 8})[0]
     compared = good | {"architecture": compile_table.MAIN, "note": "device", "flow": "a a a a"}
     assert compile_table.problems(compared) == []
-    assert "where it fetches" in compile_table.problems(compared | {"flow": "b b a a"})[0]
-    assert "beside another" in compile_table.problems(compared | {"flow": "a b a b"})[0]
+    assert "when it fetches" in compile_table.problems(compared | {"flow": "b b a a"})[0]
+    assert "with another one" in compile_table.problems(compared | {"flow": "a b a b"})[0]
     assert len(compile_table.problems(compared | {"flow": "a b a a"})) == 2
     assert compile_table.problems(good | {"spill_bytes": 64, "note": "device"}) == []
     assert "spills 65 bytes" in compile_table.problems(good | {"spill_bytes": 65, "note": "device"})[0]
@@ -167,7 +167,7 @@ def test_some_variants_compile_as_the_table_says(compile_table, variants, archit
 
 
 def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressions(variants):
-    """And one product that is rounded otherwise is found."""
+    """A single product with different rounding is found."""
     import flow
     import machine_code
 
@@ -184,18 +184,19 @@ def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressi
     fetching, plain = set(found()[:2]), set(found()[2:])
     assert plain == {right} != fetching
     codes[True] = codes[False] + "mul.f32 %r8, %r1, %r2;\nadd.f32 %r9, %r3, %r8;\n"
-    with pytest.raises(ValueError, match=r"leaves it to ptxas whether a product is rounded: add\.f32 %r9"):
+    with pytest.raises(ValueError, match=r"lets ptxas choose whether a product is rounded: add\.f32 %r9"):
         found()
-    for factor, left in (("0f3F800001", True), ("0f40000000", False)):  # of pairs, as sm_120 has them, where it is run
+    # Pairs, as sm_120 has them, on the machine that runs it.
+    for factor, left in (("0f3F800001", True), ("0f40000000", False)):
         product = f"mul.f32x2 %rd1, {factor}, 0f3F800001;\nadd.f32x2 %rd2, %rd1, 0f3F800000;\nret;"
         codes[True] = product.join(codes[False].rsplit("ret;", 1))
-        with pytest.raises(ValueError, match=r"'mxfp4', 'device'\): it is left to ptxas") if left else nullcontext():
+        with pytest.raises(ValueError, match=r"'mxfp4', 'device'\): ptxas may choose") if left else nullcontext():
             assert found()[0] == right
 
 
 @pytest.mark.parametrize("bits", [16, 4, 32, 256], ids=["16 bits", "4 bits", "MXFP4", "E8"])
 def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_folder, bits):
-    """The interpreter cannot say it: once compiled, gates were constants, and all that was decoded was zero."""
+    """The interpreter cannot find this: in compiled code gates were constants, and all decoded values were zero."""
     from launched import plain_launches, wrong_numbers
 
     assert wrong_numbers(some for some in plain_launches() if some[1].encoding.tag == bits) == []
@@ -206,7 +207,7 @@ def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_fo
     [
         ("post", "st.release.sys", "atom"),  # an exchange would read over PCIe
         ("wait", "ld.volatile", ".cv"),
-        ("collect", "ld.volatile", ".cv"),  # which Triton 3.6.0 and 3.7.1 drop
+        ("collect", "ld.volatile", ".cv"),  # Triton 3.6.0 and 3.7.1 drop it
         ("copy_predicted", "ld.volatile", ".cv"),
     ],
 )

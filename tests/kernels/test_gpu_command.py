@@ -1,4 +1,4 @@
-"""`make gpu` to its end with the host in place of the card, and what it says when something is wrong."""
+"""`make gpu` from start to end with the host in place of the card, and its messages when something is wrong."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def on_the_host(folder, *parts, planted=None, path=None):
 
 
 def test_it_runs_to_its_end(tmp_path):
-    """All parts, with a sanitizer that finds nothing and without vLLM (tests/e2e has that part)."""
+    """All parts, with a sanitizer that finds nothing and without vLLM (tests/e2e covers that part)."""
     done, results, readme = on_the_host(tmp_path, path=sanitizer(tmp_path))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert done.stderr == ""
@@ -94,9 +94,9 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("decode", 40), ("prompts", 15), ("layers", 51)])
+@pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("decode", 40), ("prompts", 16), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
-    """Sizes at which a down projection is split in four, which the small ones above do not have."""
+    """Sizes that split a down projection in four, which the small ones above do not."""
     pytest.importorskip("triton")
     found = tmp_path / "found.jsonl"
     command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found), "few"]
@@ -112,7 +112,7 @@ def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, sp
     ("planted", "part", "check"),
     [
         ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
-        ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so that this says nothing"),
+        ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so this check proves nothing"),
         ("old input", "graphs", r"decode steps .* at 100%: .*: step 1, layer 0: other bits than the host's step gives"),
     ],
 )
@@ -157,11 +157,11 @@ def processes(gpu, monkeypatch, tmp_path):
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(processes, tmp_path):
     told = []
     found = processes.run_part("hung", 3, tmp_path, told.append)
-    assert found.failure.startswith('no end after 3 seconds, in the middle of "a check"; the stacks')
+    assert found.failure.startswith('not finished after 3 seconds, in the middle of "a check"; the stacks')
     assert told == [{"kind": "begin", "name": "a check"}]
     child = int((tmp_path / "hung.log").read_text())
     state = Path(f"/proc/{child}/stat")
-    # Z: dead, and not yet waited for.
+    # Z: dead, but not reaped yet.
     assert becomes(lambda: not state.exists() or state.read_text().split()[2] == "Z", 20), "what it started still runs"
 
 
@@ -197,7 +197,7 @@ def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsy
 
 
 def test_the_named_packages_are_enough(gpu):
-    """Beside torch and what it brings the parts import these and no other dependency of ours."""
+    """Besides torch and its dependencies, the parts import only these dependencies of the plugin."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
     absent = sorted(ours - {"torch", *gpu._PACKAGE} | {"vllm", "transformers", "prometheus_client"})

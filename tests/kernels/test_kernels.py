@@ -16,7 +16,7 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, CpuKernel, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 
-# Two roundings of the inner activation, one of the result: 8 bits of mantissa in bf16, 11 in fp16.
+# Two roundings of the inner activation, one of the result; mantissas of 8 bits in bf16 and 11 in fp16.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -57,7 +57,7 @@ def compute(kernel, x, work, pairs, activation=Activation.SILU):
     act_order=st.booleans(),
 )
 def test_every_kernel_agrees_with_the_reference(kernel, codes, tokens, activation, act_order, seed, **sizes):
-    """Any mix of codes in one call; those of a lattice, whose inputs are rotated, among themselves."""
+    """Any mix of codes in one call; lattice codes only together, since their inputs are rotated."""
     made, dtype = KERNELS[kernel](), sizes["dtype"]
     rest = sizes | {"act_order": act_order, "gate": activation.has_gate}
     experts = [random_expert(encoding=encoding, seed=seed + i, **rest) for i, encoding in enumerate(codes)]
@@ -83,7 +83,7 @@ def test_two_sections_give_the_bits_of_one(kernel, bits, group_size, tokens, res
 
 
 def test_a_gpu_gets_tritons_kernel(monkeypatch):
-    """Which the server calls as it calls the CPU's; tests/kernels/test_triton_server.py lets it."""
+    """The server calls it as it calls the CPU's; tests/kernels/test_triton_server.py does that."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
     formats = [MatrixFormat(64, 64, encoding_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
@@ -95,7 +95,7 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("kernel", ["AVX512", "torch"])
 def test_experts_computed_together_get_the_bits_they_get_alone(width, activation, kernel):
-    """Which experts share a call is a matter of residency: 192 x 40 x 12 is more than one call takes."""
+    """Residency decides which experts share a call; 192 x 40 x 12 is more than one call takes."""
     kernel, x = KERNELS[kernel](), random_tokens(40, 128, torch.bfloat16)
     for tokens in (1, 3, 40):
         chosen = [list(range(i % 2, tokens, 1 + i % 3)) for i in range(12)]
@@ -133,7 +133,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The native library with the tests' twin of AMX's tiles, so that their products run on any AVX-512."""
+    """The native library with tiles emulated in place of AMX, so that its products run on any AVX-512."""
     if native.load() is None or not runs("AVX512_BF16"):
         pytest.skip("this processor has no AVX-512 with BF16")
     built = tmp_path_factory.mktemp("amx") / "_cpu.so"
@@ -161,7 +161,7 @@ def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, encoding, activat
 @pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
 def test_neon_has_the_bits_of_portable_vectors(isa, encoding, activations):
-    """Vectors are as wide, and sums of integers exact; floats are added in one order."""
+    """Vectors have the same width, and sums of integers are exact; floats are added in one order."""
     expert, rows = random_expert(150, 100, encoding, bias=True), list(range(7))
     x, work = random_tokens(7, 150, torch.bfloat16), [expert.work(rows, rows)]
     neon, portable = (compute(CpuKernel(isa=some, activations=activations), x, work, 7) for some in (isa, "DEFAULT"))
@@ -171,7 +171,9 @@ def test_neon_has_the_bits_of_portable_vectors(isa, encoding, activations):
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, encoding):
-    """The native kernel's integers share a power of two in each 32, so an error is a part of the largest of them."""
+    """The native kernel's integers share a power of two per 32 numbers, so errors are relative to the largest of
+    them.
+    """
     x = random_tokens(9, 256, torch.float16) ** 3 / 64
     expert = random_expert(256, 128, encoding, dtype=torch.float16)
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
@@ -183,7 +185,7 @@ def test_activations_of_very_different_sizes_keep_sixteen_bits(isa, encoding):
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("encoding", KINDS.values(), ids=lambda encoding: encoding.name)
 def test_activations_of_eight_bits_lose_a_percent_and_no_more(isa, encoding):
-    """Steps of 1/127 of the largest of 32 numbers, twice, are about a percent of normal ones; floats stay floats."""
+    """Rounding twice in steps of 1/127 of the largest of 32 numbers costs about one percent; floats stay floats."""
     x, expert = random_tokens(9, 256, torch.bfloat16), random_expert(256, 128, encoding)
     want = expert_reference(x, expert.gate, expert.up, expert.down, Activation.SILU)
     work = [expert.work(list(range(9)), list(range(9)))]
@@ -204,7 +206,7 @@ def test_what_is_no_number_stays_with_its_token(kernel, value):
 
 
 def test_the_native_kernel_uses_torchs_threads():
-    """Other packages bring an OpenMP of their own, and two pools of threads spin against each other."""
+    """Other packages bring their own OpenMP, and two pools of threads spin against each other."""
     pytest.importorskip("sentencepiece")
     address = native._openmp()
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -278,7 +280,7 @@ def test_rows_that_are_not_there_are_refused(kernel, tokens, pairs):
 @pytest.mark.parametrize("kernel", ["AVX512", "torch"])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_no_projection_is_read_before_it_is_there(kernel, bits):
-    """They arrive one by one; before that their bytes are whatever the slot held."""
+    """Projections arrive one by one; until then their bytes are the slot's previous contents."""
     kernel, x = KERNELS[kernel](), random_tokens(3, 64, torch.bfloat16)
     expert, late = random_expert(64, 64, bits), random_expert(64, 64, bits, seed=7)
     want, got = (compute(kernel, x, [expert.work([0, 1, 2], [0, 1, 2])], 3) for _ in range(2))
@@ -330,7 +332,7 @@ def test_combine_names_wrong_arguments(named, error, sentence):
 
 
 def test_no_reduction_whose_order_a_device_may_choose(monkeypatch):
-    """Only a CPU's is known to add in order; elsewhere the loop does, whatever the size."""
+    """Only the CPU's sum is known to add in order; elsewhere the loop does it, whatever the size."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(torch.Tensor, "sum", None)
     assert combine(torch.ones(4, 64).bfloat16(), torch.full((2, 2), 0.5)).float().eq(1).all()

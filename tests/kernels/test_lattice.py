@@ -1,4 +1,4 @@
-"""Points of a lattice: their codebook, their bytes, the rotation, and what kernels make of them."""
+"""Lattice codes: their codebook, their bytes, the rotation, and the kernels' results."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.
 
 
 def test_every_eight_codes_are_a_point_of_their_own_of_a_moved_e8():
-    """Less a quarter: half numbers in all places whose sum is even, or whole ones whose sum is odd."""
+    """Points of E8 minus a quarter: half-integers with an even sum, or integers with an odd sum."""
     found = points(CODES)
     left = found - 0.25
     doubled = (2 * left).round()
@@ -23,7 +23,7 @@ def test_every_eight_codes_are_a_point_of_their_own_of_a_moved_e8():
     halves = doubled.long() % 2
     assert bool((halves.sum(1) % 8 == 0).all())
     assert torch.equal((left.sum(1) + halves[:, 0]) % 2, torch.ones(len(left)))
-    # Of all points that are near some of them, which is what makes it E8 and no coarser lattice.
+    # The codebook contains all points near some of its points, which makes it E8 and no coarser lattice.
     smallest = torch.cdist(found[:512].double(), found.double()).sort(1).values[:, 1]
     torch.testing.assert_close(smallest, torch.full_like(smallest, 2**0.5))
 
@@ -48,7 +48,7 @@ def test_rotations_change_no_product(size):
 
 
 def number(section, width, r, c):
-    """What a section's code in a row and column stands for, with the parity of its point."""
+    """The value of a section's code at a row and column, with its point's parity."""
 
     def encoding(row):
         half, q, e = row % 64 // 32, c % 64 // 32, row % 32
@@ -60,7 +60,7 @@ def number(section, width, r, c):
 
 
 def test_bytes_are_those_of_the_format_page():
-    """docs/format.md in plain Python, for random places of both readings."""
+    """docs/format.md in plain Python, at random places of both versions."""
     wide, _, down = ExpertFormat(96, 80, LATTICES["e8+e8"], 64, torch.bfloat16).matrices
     for format, block in ((wide, 32), (down, 16)):
         packed = random_packed(format)

@@ -31,7 +31,7 @@ assert AGED_TO_ONE_USE - (AGED_TO_ONE_USE >> AGING) == USE
 
 
 class NativePlanner:
-    """Plans with the library over a copy of a table."""
+    """Plan with the library on a copy of a table."""
 
     def __init__(self, table):
         self.table = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
@@ -53,14 +53,14 @@ class NativePlanner:
         actions = torch.full(ids.shape, 77, dtype=torch.uint8)
         call.actions = actions.data_ptr()
         outcome = self.library.moe_layer(ctypes.addressof(call), self.library.isa, None)
-        assert outcome == Outcome.FETCH  # which is what a call that only plans returns
+        assert outcome == Outcome.FETCH  # the value that a call that only plans returns
         n, slices = call.count, len(self.table.slot)
         places = self.places[: n * slices].reshape(slices, n)
         return self.experts[:n].astype(np.int64), self.wanted[:n].copy(), places.copy(), actions
 
 
 def check_step(planner, table, layer, ids, weights, *, large=False, marks=None):
-    """One step by both; tables are equal afterwards."""
+    """Run one step with both, and check that the tables are equal afterwards."""
     held = planner.table.precision[layer].copy()
     experts, wanted, places, actions = planner.plan(layer, ids, weights, executes=not large, marks=marks)
     assert np.array_equal(actions.numpy(), actions_of(ids.numpy(), experts, wanted, held, places)) or not len(experts)
@@ -77,7 +77,7 @@ def check_step(planner, table, layer, ids, weights, *, large=False, marks=None):
 
 
 def action_of_each(actions, ids, experts):
-    """The action of each expert, by any of its pairs."""
+    """The action for each expert, from any of its pairs."""
     return np.array([int(actions[ids == expert][0]) for expert in experts], np.uint8)
 
 
@@ -108,9 +108,9 @@ def test_any_steps_are_planned_alike(steps, low, high, retention, high_by, reuse
     planner = NativePlanner(table)
     for layer, tokens, seed, large, marked in steps:
         ids, weights = random_step(seed, tokens)
-        if seed % 3 == 0 and tokens > 2:  # what a request's own numbers may give counts in no statistic
+        if seed % 3 == 0 and tokens > 2:  # a request's own numbers must not affect any statistic
             weights[0, seed % TABLE_TOP_K] = (float("nan"), float("inf"), -float("inf"), 1e9)[seed % 4]
-        if seed % 5 == 0:  # as hot after one step as an expert that was never used before it
+        if seed % 5 == 0:  # after one step it is as hot as a never-used expert was before
             score = np.random.default_rng(seed).choice([0, AGED_TO_ONE_USE], table.score.shape)
             table.score.copy_(torch.from_numpy(score))
             planner.table.score[:] = score
@@ -121,7 +121,7 @@ def test_any_steps_are_planned_alike(steps, low, high, retention, high_by, reuse
 @pytest.mark.parametrize("costs", sorted(COSTS))
 @pytest.mark.parametrize("batch", [1, 6])
 def test_recorded_routing_is_planned_alike(costs, batch):
-    """Real routers have favourites, so that layers keep what they like and evict the rest."""
+    """Real routers have favourites, so layers keep those and evict the rest."""
     quotas = {LOW: [4] * LAYERS, HIGH: [6] * LAYERS}
     table = make_table(quotas, policy=Dymoe(retention=0.5), experts=RECORDED_EXPERTS, costs=COSTS[costs], top_k=TOP_K)
     planner, steps = NativePlanner(table), 0
@@ -136,15 +136,16 @@ def test_other_orders_of_eviction(steps, quota):
     for evicts in (Eviction.FIRST_IN, Eviction.LEAST_RECENT):
         table = make_table({LOW: [0, 0], HIGH: [quota, quota]}, policy=Dymoe(retention=1))
         planner = NativePlanner(table)
-        planner.call.evicts = evicts
+        planner.call.evicts = table.evicts[0] = evicts
         host = Table(**{f.name: np.array(getattr(table, f.name).numpy()) for f in fields(table)})
         for layer, seed in steps:
             ids, weights = random_step(seed, 2)
             experts, wanted, places, _ = planner.plan(layer, ids, weights)
-            assert np.array_equal(host.begin_step(layer, experts, wanted, evicts=evicts), places)
+            assert np.array_equal(host.begin_step(layer, experts, wanted), places)
             for one in (host, planner.table):
                 one.keep(layer, experts, wanted, places)
             assert np.array_equal(host.score, planner.table.score)
+            assert np.array_equal(host.used_at, planner.table.used_at)
 
 
 def test_a_number_that_is_no_expert_changes_nothing():

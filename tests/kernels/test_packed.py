@@ -37,7 +37,7 @@ def test_codes_scales_and_zeros_survive(format, seed):
     groups = torch.arange(format.columns) // format.group_size
     if order is not None:
         assert torch.equal(packed.order.long(), order)
-        groups[order] = groups.clone()  # the group of each input
+        groups[order] = groups.clone()  # the group of each input column
     want = (codes.float() - (1 << format.bits) // 2) * scales.float()[:, groups] + zeros.float()[:, groups]
     assert torch.equal(dequantize(packed), want)
     if packed.bias is not None:
@@ -122,7 +122,7 @@ def test_sections_are_aligned_a_bias_and_an_order_lie_at_the_end_and_padding_is_
     ("change", "error", "sentence"),
     [
         ({"group_size": 48}, ValueError, "group_size is 48"),
-        ({"rows": -1}, ValueError, "no fewer than 0 rows"),
+        ({"rows": -1}, ValueError, "at least 0 rows"),
         ({"dtype": torch.float32}, TypeError, r"dtype is torch\.float32"),
         ({"act_order": True, "encoding": PLAIN}, ValueError, "act_order is set for the code 16"),
         (
@@ -156,7 +156,7 @@ def test_wrong_sections_are_refused(section, error, sentence):
 def test_codes_that_do_not_fit_are_refused():
     format = MatrixFormat(2, 32, encoding_of(2), 32, torch.bfloat16)
     codes, ones = torch.full((2, 32), 4, dtype=torch.uint8), torch.ones(2, 1)
-    with pytest.raises(ValueError, match="codes holds 4, which does not fit 2 bits"):
+    with pytest.raises(ValueError, match="codes contains 4, which does not fit into 2 bits"):
         pack(format, codes, ones, ones, torch.empty(format.nbytes, dtype=torch.uint8))
 
 
@@ -165,8 +165,8 @@ def test_codes_that_do_not_fit_are_refused():
     [
         (True, None, "order is missing, but act_order is True"),
         (False, torch.arange(32), "order is given, but act_order is False"),
-        (True, torch.zeros(32, dtype=torch.int64), "order names not each of the 32 columns once"),
-        (True, torch.arange(31), "order names not each of the 32 columns once"),
+        (True, torch.zeros(32, dtype=torch.int64), "order does not name each of the 32 columns once"),
+        (True, torch.arange(31), "order does not name each of the 32 columns once"),
     ],
 )
 def test_wrong_orders_are_refused(act_order, order, sentence):

@@ -1,4 +1,4 @@
-"""Sees that the library of ``make sanitize``, which the tests beside this one run with, notices a fault."""
+"""Checks that the library of ``make sanitize``, with which the other tests run, reports a fault."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Matrices bigger than what is dequantized at a time, and outputs bigger than combine's chunk."""
+"""Matrices larger than one block of dequantization, and outputs larger than a chunk of combine."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import combine, dequantize, torch_experts
 from vllm_dymoe.kernels.torch_experts import linear
 
-# One rounding of the result at 8 and at 11 bits of mantissa: the sums are float32.
+# One rounding of the result to 8 and to 11 bits of mantissa; sums are float32.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
-# Seven blocks of rows, the last of them not whole, two at a time.
+# Seven blocks of rows, two at a time; the last block is incomplete.
 ROWS, COLUMNS = 405, 2500
 
 

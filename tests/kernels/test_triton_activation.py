@@ -1,4 +1,4 @@
-"""The kernels' gated activations against their plain twins, over all that a projection can give."""
+"""The kernels' gated activations against their plain twins, for the whole range of inputs."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ def gated_kernel(gates, ups, out, activation: tl.constexpr, count: tl.constexpr)
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_far_beyond_the_clamps(activation):
-    """GPT-OSS's clamps at 7 never show with values of the size that random weights give."""
+    """Random weights give values too small to reach GPT-OSS's clamps at 7."""
     values = torch.linspace(-24, 24, 64)
     gates, ups = (part.flatten().contiguous() for part in torch.meshgrid(values, values, indexing="ij"))
     out = torch.full_like(gates, float("nan"), device=DEVICE)
     gated_kernel[(1,)](gates.to(DEVICE), ups.to(DEVICE), out, constants(activation), gates.numel())
     gates, ups = gates.double(), ups.double()
     want = activation.gated(gates, ups) if activation.has_gate else activation.alone(ups)
-    # float32 throughout, where the products reach 600; a constant with one digit less fails.
+    # float32 throughout, and products reach 600; a constant with one digit fewer fails.
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-5, atol=1e-5)

@@ -26,11 +26,16 @@ from vllm_dymoe.policies.exact import Exact
     st.integers(0, 5),
     st.integers(0, 4),
     st.sampled_from(["threshold", "depth"]),
+    st.sampled_from(["coldest", "least recent", "first in"]),
+    st.booleans(),
 )
-def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by):
-    policy = Dymoe(retention=retention, high_by=high_by) if nested or retention < 1 else Exact()
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips):
+    """Where experts are skipped their weights go to others."""
+    skips &= not nested
+    chosen = {"retention": retention, "high_by": high_by, "skipped_weights": "renormalize" if skips else "keep"}
+    policy = Dymoe(**chosen, evicts=evicts) if nested or retention < 1 else Exact(evicts=evicts)
     quotas = {LOW: [low] * LAYERS, HIGH: [min(low, high) if nested else high] * LAYERS}
-    twins = Twins(quotas, policy=policy, staging=staging, nested=nested)
+    twins = Twins(quotas, policy=policy, staging=staging, nested=nested, skip_low=skips)
     half = staging // 2
     for number, (tokens, seed) in enumerate(steps):
         ids, weights = random_step(seed, tokens)
@@ -38,14 +43,14 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         shape = LargeBatchShape(
             tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None
         )
-        layer, real = number % LAYERS, seed % (tokens + 1)
+        layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
         twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens", "nested"), [(512, 10, 40, False), (33, 4, 700, True)])
 def test_sizes_of_models(experts, top_k, tokens, nested):
-    """Of which the second one is counted in several chunks."""
+    """Two precisions, the second of which is counted in several chunks."""
     quotas = {LOW: [experts // 2] * LAYERS, HIGH: [experts // 4] * LAYERS}
     options = {"experts": experts, "top_k": top_k, "nested": nested}
     twins = Twins(quotas, policy=Dymoe(retention=0.5), staging=8, **options)
@@ -57,7 +62,7 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_that_are_not_finite_count_in_no_statistic(nested):
-    """Also where tokens of prompts have a measure of their own."""
+    """Also where prompt tokens have their own measure."""
     quotas, policy = {LOW: [4, 4], HIGH: [3, 3]}, Dymoe(retention=0.5)
     twins, alone = (Twins(quotas, policy=policy, staging=4, nested=nested) for _ in range(2))
     for seed in range(8):
@@ -82,7 +87,7 @@ def test_an_expert_outside_the_model_is_told_from_any_chunk(wrong):
         ids, weights = random_step(row, 700, 4, 33)
         ids = ids.long()
         ids[row, 2] = wrong
-        twins.large_batch_step(1, ids, weights, shape, 0, 699)  # the last row is no token
+        twins.large_batch_step(1, ids, weights, shape, 0, 699)  # the last row is padding
         assert twins.plain.outside.tolist() == [-1, wrong & ID_BITS if row < 699 else -1]
         for table in (twins.plain, twins.table):
             table.outside.fill_(-1)

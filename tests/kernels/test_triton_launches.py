@@ -1,4 +1,4 @@
-"""The launches by themselves: tiles, split sums, weights, lists made on the device, and which bytes they touch."""
+"""Single launches: tiles, split sums, weights, lists made on the device, and the bytes that they touch."""
 
 from dataclasses import replace
 
@@ -130,7 +130,7 @@ def test_any_tile_agrees_with_the_reference(bits, tokens, activation, steps, act
 
 @pytest.mark.parametrize("book", [MXFP4, NVFP4, FP8], ids=lambda book: book.name)
 def test_every_code_is_its_level(book):
-    """A matrix that holds each code in each place of a word, times unit vectors: no sum hides a wrong one."""
+    """A matrix with each code at each position of a word, times unit vectors: no sum hides a wrong value."""
     shape = ExpertShape(64, 256, 32, torch.bfloat16)
     experts = Experts(shape, [book.tag])
     down = experts.matrices[0][2]
@@ -138,13 +138,13 @@ def test_every_code_is_its_level(book):
     work = work_list([[(t, 0) for t in range(256)]], 1, 16)
     out = poisoned(256, 64, dtype=torch.bfloat16)
     grouped_down(x, out, experts.table(), work, GroupedTile(16, 64, 64, 4, 2))
-    # MXFP4's weights are bfloat16 numbers. The others are rounded, and the interpreter may take the other neighbour.
+    # MXFP4 weights are exact in bfloat16. Others are rounded, and the interpreter may choose the other neighbour.
     tolerance = 0 if book is MXFP4 else 2**-7
     assert torch.allclose(out.t().cpu(), dequantize(down, torch.bfloat16), rtol=tolerance, atol=0)
 
 
 def test_the_order_of_programs_changes_no_bit():
-    """Another program arrives last when the items come in another order."""
+    """With the items in another order, another program arrives last."""
     experts = Experts(ExpertShape(130, 64, 32, BFLOAT16), [4, 2, 4])
     x = random_x(2, 130, BFLOAT16)
     _, weights, chosen = routing(2, 3, 3)
@@ -164,7 +164,7 @@ BIG = 2.0**30
 @pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_parts_are_added_in_ascending_order(weighted, fetched):
-    """1 + 2^30 - 2^30 is 0 in float32, and 1 in any order that does not begin with the 1 and a large number."""
+    """1 + 2^30 - 2^30 is 0 in float32, and 1 in any order that does not start with the 1 and a large number."""
     experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [16])
     for packed in experts.matrices[0]:
         packed.weight.fill_(1)
@@ -185,7 +185,7 @@ def test_parts_are_added_in_ascending_order(weighted, fetched):
 
 
 def test_experts_are_added_in_ascending_order():
-    """The same, by the router's weights: in any other order the first expert's output would remain."""
+    """The same, through the router's weights: in any other order the first expert's output would remain."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
     work = work_list([[(0, 0), (0, 1), (0, 2)]], 3, step=1)
     weighting = Weighting(
@@ -196,7 +196,7 @@ def test_experts_are_added_in_ascending_order():
 
 
 def test_nothing_is_summed_before_the_last_expert_has_come():
-    """A sum taken too early writes something: what is not there yet is not NaN, unlike the output."""
+    """A sum taken too early writes something: unlike the output, missing partial sums are not NaN."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4, 2])
     x, work, scratch = random_x(1, 64, BFLOAT16), work_list([[(0, 0)], [(0, 1)]], 2), make_scratch(held=0.0)
     table, tile = experts.table(), DecodeTile(4, 1)
@@ -212,7 +212,7 @@ def test_nothing_is_summed_before_the_last_expert_has_come():
 
 
 def test_nothing_is_summed_before_the_last_part_has_come():
-    """The same for parts of the columns: of three programs the last one is not started."""
+    """The same for parts of the columns: the last of three programs is not started."""
     experts = Experts(ExpertShape(384, 384, 32, BFLOAT16), [4])
     x, work, scratch = random_x(1, 384, BFLOAT16), work_list([[(0, 0)]], 1), make_scratch(held=0.0)
     table, tile = experts.table(), DecodeTile(4, 3)
@@ -229,7 +229,7 @@ def test_nothing_is_summed_before_the_last_part_has_come():
 
 
 def test_positions_of_no_item_are_left_alone():
-    """Behind every item lie positions of others, or of none: they keep what they held."""
+    """After every item come positions of other items, or of none: they keep their contents."""
     experts = Experts(ExpertShape(64, 64, 32, torch.bfloat16), [4, 2])
     tile = GroupedTile(16, 64, 32, 4, 2)
     items = torch.tensor([[0, 1, 3], [1, 4, 7]], dtype=torch.int32, device=DEVICE)
@@ -252,7 +252,7 @@ SHAPE = ExpertShape(64, 64, 32, BFLOAT16)
 
 
 def test_a_limit_of_registers_reaches_the_compiler():
-    """But for programs of 8 warps, of which only one would fit."""
+    """Except with programs of 8 warps, of which only one would fit."""
     experts, work = Experts(SHAPE, [4]), work_list([[(0, 0)]], 1)
     x, slot, started = random_x(1, 64, BFLOAT16), torch.zeros_like(experts.slices[0]), []
 
@@ -297,7 +297,9 @@ def test_too_little_scratch_of_down_is_named(weighted, partials, semaphores, sen
     ],
 )
 def test_nothing_beside_the_tensors_is_touched(shape, bits, way):
-    """Sizes off every tile, an odd number of tokens, and memory that ends behind each tensor and section."""
+    """Sizes that are no multiples of a tile, an odd number of tokens, and memory that ends after each tensor and
+    section.
+    """
     experts, copies, count = Experts(shape, bits), [], len(bits)
     table, x = sections_at_the_edge(experts, copies), at_the_edge(random_x(3, shape.hidden, shape.dtype))
     work = work_list([[(t, e) for t in range(3)] for e in range(count)], count, getattr(way, "block_m", 2))
@@ -306,7 +308,7 @@ def test_nothing_beside_the_tensors_is_touched(shape, bits, way):
         _, out = grouped(x, table, work, 3 * count, way, place=at_the_edge)
         assert not out.isnan().any()
         return
-    # Tiles of 64 rows, for each position and each part; gate and up have a sum each.
+    # Tiles of 64 rows, for each position and each part; gate and up have one sum each.
     blocks = 3 * count * -(-shape.hidden // 64)
     scratch = Scratch(
         at_the_edge(torch.full((blocks * way.split * 128,), torch.nan)),
@@ -338,9 +340,9 @@ def test_nothing_beside_the_tensors_is_touched(shape, bits, way):
 def test_what_is_fetched_is_the_source_and_changes_no_bit(
     monkeypatch, bits, hidden, intermediate, group_size, tokens, bias, tile, backwards
 ):
-    """Every byte of the packed expert arrives, padding included, none beside it, and the output is that of the slot.
+    """Every byte of the packed expert arrives, with padding, none outside it, and the output equals the slot's.
 
-    Also where programs run in the other order: none reads what only another one has fetched.
+    This also holds when programs run in the other order: none reads what only another one has fetched.
     """
     experts = Experts(ExpertShape(hidden, intermediate, group_size, BFLOAT16, bias), bits)
     x = random_x(tokens, hidden, BFLOAT16)
@@ -349,7 +351,7 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(
         torch.full((packed_bytes.numel() + 32,), 0xEE, dtype=torch.uint8, device=DEVICE)
         for packed_bytes in experts.slices
     ]
-    # The last one is on the device already.
+    # The last one is already resident.
     targets = [slot.data_ptr() + 16 for slot in slots[:-1]] + [0]
     assert all(address % 16 == 0 for address in targets)
     whole = work_list(chosen, len(bits), step=tokens)
@@ -375,7 +377,7 @@ def test_what_is_fetched_is_the_source_and_changes_no_bit(
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_each_byte_is_read_once(bits, monkeypatch):
-    """Over the link: what is fetched is computed from the copy. And weights from memory, whatever their token.
+    """Over the link: a fetched expert is computed from its copy, and a resident one from the slot, for any token.
 
     Only an order of columns, here at 8 and 2 bits, is fetched by each block of 64 rows, of which there are two.
     """
@@ -394,7 +396,7 @@ def test_each_byte_is_read_once(bits, monkeypatch):
 
 
 def test_empty_items_are_nothing():
-    """A list made on the device has room for more items than there are."""
+    """A list made on the device has room for more items than it uses."""
     experts = Experts(ExpertShape(64, 64, 32, BFLOAT16), [4])
     x = random_x(1, 64, BFLOAT16)
     work = work_list([[(0, 0)]], 1)
@@ -442,7 +444,7 @@ def test_any_mix_agrees_with_the_reference_and_whole_codes_keep_their_bits(shape
 
 @pytest.mark.parametrize(("shape", "bits"), [HALVES[0], (replace(HALVES[1][0], hidden=70), [2, 4]), *HALVES[2:]])
 def test_either_section_is_fetched_by_itself_or_both(shape, bits):
-    """An expert comes whole, is promoted where its base is, is lowered where nothing is, or is there."""
+    """An expert arrives whole, is promoted from its base, arrives as a base only, or is resident."""
     experts, count = Experts(shape, bits), len(bits)
     x, work = random_x(1, shape.hidden, shape.dtype), work_list([[(0, e)] for e in range(count)], count)
     want = decode(x, experts.table(), work, count)[1]
@@ -464,7 +466,7 @@ def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
     nested, whole = ExpertShape(64, 64, 32, BFLOAT16, nested=4), ExpertShape(64, 64, 32, BFLOAT16)
     with pytest.raises(ValueError, match="halves"):
         ExpertShape.of([nested.formats(4), whole.formats(2)])
-    with pytest.raises(ValueError, match="fine is missing"):
+    with pytest.raises(ValueError, match="residual is missing"):
         table_of_slices(nested, [0x1000], [4], DEVICE)
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="both destinations and residual_destinations"):
         table_of_slices(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])

@@ -1,4 +1,4 @@
-"""A layer's step in Triton: described once, and computed as its experts come."""
+"""A layer's step in Triton: described once, and computed as its experts arrive."""
 
 import itertools
 from itertools import accumulate
@@ -20,12 +20,12 @@ BITS = (4, 2, 16, 4, 8, 2, 4, 2)
 WAYS = [
     [[0, 1, 2, 3, 4, 5, 6, 7]],
     [[7], [6], [5], [4], [3], [2], [1], [0]],
-    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots hold others
+    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots now hold others
 ]
 
 
 def described_layer():
-    """Experts of every class and of all bits, x, and (token, k) of each expert."""
+    """Experts of every class and bit-width, x, and (token, k) of each expert."""
     hidden, top_k = 64, len(COUNTS)
     experts = [random_expert(hidden, 40, bits, seed=i) for i, bits in enumerate(BITS)]
     x = random_x(max(COUNTS), hidden)
@@ -44,7 +44,7 @@ def plan_of(rows, pairs, order=None):
     ("order", "limits"), [(range(8), None), ([6, 7, 0, 1, 2, 5, 3, 4], (5, 130)), ([6, 7, 0, 1, 2, 5, 3, 4], (2, 64))]
 )
 def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_call(monkeypatch, order, limits):
-    """Also where the workspace holds fewer positions than the layer has, or than one expert has."""
+    """Also where the workspace has fewer positions than the layer needs, or than one expert needs."""
     x, packed, rows, pairs = described_layer()
     kernel = make_kernel()
     nan = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
@@ -65,14 +65,14 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
                 plan.place(item(expert), PackedExpert(*views))
             kernel.compute([item(expert) for expert in experts])
             for section in itertools.chain(*slots.values()):
-                section.fill_(0xFF)  # NaN: the slot holds another expert from now on
+                section.fill_(0xFF)  # NaN: from now on the slot holds another expert
             kept += slots.values()
         assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
     assert not kernel._semaphores.any()
 
 
 def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
-    """The device learns the place of an expert before the expert is waited for."""
+    """The device gets the address of an expert before the expert is waited for."""
     x, packed, rows, pairs = described_layer()
     kernel, events = make_kernel(), []
     kernel.launch = lambda *arguments, start=None: start or arguments[-1](2)

@@ -1,4 +1,4 @@
-"""The program that decides a layer's step against its plain twin: every tensor, bit for bit."""
+"""The program that plans a layer's step against its plain twin: every tensor, bit for bit."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import ID_BITS, Counter, check_integrity, set_pools
 from vllm_dymoe.planner.threshold import NO_THRESHOLD
+from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.dymoe import Dymoe
 
 quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
@@ -36,17 +37,22 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from([0, 1, 2, 7]),
     st.booleans(),
     st.sampled_from(sorted(COSTS)),
+    st.sampled_from(["coldest", "least recent", "first in"]),
+    st.sampled_from(["keep", "renormalize"]),
 )
-def test_any_predictions_and_steps(steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs):
-    """Nothing is fetched ahead where the low version lies inside the high one."""
+def test_any_predictions_and_steps(
+    steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights
+):
+    """Nothing is prefetched where the low version is nested in the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
-    policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    chosen = {"retention": retention, "high_by": high_by, "reuse_high": reuse_high}
+    policy = Dymoe(**chosen, evicts=evicts, skipped_weights=skipped_weights)
     twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
     for foreseen, layer, tokens, seed in steps:
         ids, weights = random_step(seed, tokens)
         if foreseen and not nested:
             twins.stage(layer, seed)
-        twins.step(layer, ids, weights, real=seed % (tokens + 1))
+        twins.step(layer, ids, weights, real=seed % (tokens + 3))
         check_integrity(twins.plain.on_host(), ranges=True)
 
 
@@ -66,7 +72,7 @@ def test_a_long_run_of_single_tokens(share, nested, costs):
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
 def test_sizes_of_models(experts, top_k, tokens):
-    """The last one is a batch of 32 with drafts of 8 tokens."""
+    """The last batch has 32 requests with drafts of 8 tokens."""
     quotas = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
     options = {"experts": experts, "top_k": top_k, "tokens": tokens, "nested": experts == 128}
     options["costs"] = COSTS["share"]
@@ -78,7 +84,7 @@ def test_sizes_of_models(experts, top_k, tokens):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_precision_shares_and_records_change_between_steps(nested):
-    """They are values: no launch is made in another way."""
+    """They are arguments by value, so that no launch differs."""
     twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
         precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
@@ -105,7 +111,7 @@ OUTSIDE = (EXPERTS, 32768, 65536, 65537, (1 << 31) - 1, (1 << 32) + 1, 1 << 40, 
 
 @pytest.mark.parametrize("wrong", OUTSIDE)
 def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
-    """Also where it wraps in 16 or 32 bits; rows that are no tokens may name anything."""
+    """Also where the number wraps in 16 or 32 bits; rows that are no tokens may have any ids."""
     quotas, costs = {LOW: [3, 3], HIGH: [3, 3]}, COSTS["share"]
     twins, alone = Twins(quotas, costs=costs), make_table(quotas, costs=costs)
     ids, weights = random_step(1, absent=0)
@@ -126,11 +132,37 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
     assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
 
 
+@pytest.mark.parametrize("costs", ["fetch", "share", "compute"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_recorded_routing(nested):
-    """What routers of a trained model chose: popular experts, and steps that resemble their neighbours."""
+def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(nested, costs):
+    """Every expert is there, half of them high; no row changes, and a threshold of 1.2 even shares stays."""
+    policy = Adaptive(threshold=1.2)
+    twins = Twins({LOW: [EXPERTS] * 2, HIGH: [EXPERTS] * 2}, policy=policy, nested=nested, costs=COSTS[costs])
+    held, slots = torch.ones(LAYERS, EXPERTS, dtype=torch.int8), torch.arange(EXPERTS, dtype=torch.int32)
+    held[:, ::2] = HIGH
+    for table in (twins.plain, twins.table):
+        table.precision.copy_(held)
+        table.slot.fill_(-1)
+        table.slot[0] = slots
+        if nested:
+            table.slot[1, :, ::2] = slots[::2]
+    before = {name: getattr(twins.plain, name).clone() for name in ("precision", "slot", "threshold")}
+    for seed in range(12):
+        twins.step(seed % LAYERS, *random_step(seed))
+    assert all(torch.equal(values, getattr(twins.plain, name)) for name, values in before.items())
+    counts = twins.plain.counters.sum(0)
+    promoted = Counter.CPU_EXECUTED if costs == "compute" else Counter.STREAMED
+    assert counts[promoted] > 0
+    assert counts[Counter.EVICTIONS] == 0
+    assert counts[Counter.HITS] > 0
+
+
+@pytest.mark.parametrize("evicts", ["coldest", "least recent", "first in"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_recorded_routing(nested, evicts):
+    """Choices of a trained model's routers: popular experts, and steps that resemble their neighbours."""
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
-    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75), nested=nested,
+    twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75, evicts=evicts), nested=nested,
                   costs=COSTS["share"], **sizes)  # fmt: skip
     for step, (layer, ids, weights) in enumerate(recorded_routing.recorded_steps(3)):
         twins.step(layer, ids, weights, real=min(3, step))
@@ -153,7 +185,7 @@ def test_what_the_program_does_not_hold_is_refused():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
     plan = LayerPlan.allocate(1, 3, 600, "cpu")
     ids, weights = random_step(0, 1)
-    with pytest.raises(ValueError, match="600 experts, but a device decides for at most 512"):
+    with pytest.raises(ValueError, match="600 experts, but device-side planning supports at most 512"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
@@ -168,7 +200,7 @@ def test_what_the_program_does_not_hold_is_refused():
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_that_are_not_finite_count_in_no_statistic(nested, high_by):
-    """Their experts are computed, and leave neither a score nor a threshold behind: as if they had been no rows."""
+    """Their experts are computed, but change no score and no threshold, as if there were no such rows."""
     options = {"policy": Dymoe(retention=0.5, high_by=high_by), "nested": nested}
     quotas = {LOW: [3, 3], HIGH: [4, 4]}
     twins, alone = Twins(quotas, **options), make_table(quotas, **options)

@@ -25,7 +25,7 @@ from vllm_dymoe.prefetch.on_device import count_and_name
 
 
 def predict(twins, layer, seed):
-    """Name some experts in some version, each once, and end the list somewhere."""
+    """List some experts in some version, each once, and end the list at a random place."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.randperm(twins.plain.experts, generator=generator).int()
     experts[int(torch.randint(twins.plain.experts + 1, (1,), generator=generator)) :] = -1
@@ -52,7 +52,7 @@ def list_both(twins, layer, real, projections, look_ahead=1):
 
 
 def arrive(twins, layer, seed):
-    """Some of the listed copies are complete."""
+    """Mark some of the listed copies as complete."""
     some = torch.rand(twins.plain.experts, generator=torch.Generator().manual_seed(seed)) < 0.5
     for table in (twins.plain, twins.table):
         for staged in table.staged.flatten(0, 1):
@@ -129,7 +129,7 @@ def test_nothing_beside_the_tensors_is_touched():
 
 @pytest.mark.parametrize("planned", [0, 1])
 def test_copies_are_complete_and_published_or_stop(planned):
-    """They are for layer 1: once that is planned nothing is copied, and nothing is said to have arrived."""
+    """They are for layer 1; once it is planned nothing is copied, and nothing is reported as arrived."""
     lengths = [0, 16, 4096, 32 * 8192 * 2 + 8192 + 48]
     sources = [torch.randint(0, 255, (max(count, 16),), dtype=torch.uint8, device=DEVICE) for count in lengths]
     slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]

@@ -1,4 +1,4 @@
-"""The self-test over the kernels of a GPU, in Triton's interpreter, which stands for the card."""
+"""The self-test on the GPU's kernels, in Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The server with the kernel that it has on a GPU: it calls it as it calls the CPU's, and nothing else changes."""
+"""The server with its GPU kernel, which it calls like the CPU's; nothing else changes."""
 
 from dataclasses import replace
 
@@ -38,7 +38,9 @@ def on_triton(monkeypatch):
 
 
 def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
-    """Few tokens are decoded and many grouped, four and two bits in one call, and some experts are skipped."""
+    """Few tokens use decode launches and many use grouped ones, with four and two bits in one call and some skipped
+    experts.
+    """
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
     monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
     server = with_budget(memory_store, "100%", MIXED)
@@ -48,7 +50,7 @@ def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
 
 
 def test_no_budget_changes_a_bit(memory_store, on_triton):
-    """With one slot of each precision experts are computed one at a time, projection by projection as they arrive."""
+    """With one slot of each precision, experts are computed one at a time, each projection when it arrives."""
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
     server = with_budget(memory_store, "minimum", MIXED, threads=2)
     got = run(server, STEPS)
@@ -58,7 +60,7 @@ def test_no_budget_changes_a_bit(memory_store, on_triton):
 
 
 def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monkeypatch):
-    """At 4 bits zeros count steps and columns have an order, at 2 not."""
+    """At 4 bits zero points are integers and columns have an order; at 2 bits not."""
     plain = make_experts()
     formats = {bits: replace(fmt, integer_zeros=bits == 4, act_order=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
@@ -73,7 +75,7 @@ def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monke
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested):
-    """Decided by the program and fetched by the kernels that compute: at every budget, and by the host's path.
+    """Planned by the program and fetched by the computing kernels: the host path's bits at every budget.
 
     In float16, because the interpreter does not round to bfloat16 as a GPU does.
     """
@@ -81,7 +83,8 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
     steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
 
     def policy():
-        return Dymoe(retention=0.5, reuse_high=False)  # one for each server: its thresholds move with the steps
+        # One policy for each server: its thresholds change with the steps.
+        return Dymoe(retention=0.5, reuse_high=False)
 
     want = run(with_budget(store, "100%", policy()), steps)
     for budget in ("50%", "minimum"):
@@ -109,7 +112,7 @@ def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested
 
 
 def test_rows_without_an_expert_are_zero(memory_store, on_triton):
-    """Padding, and tokens all of whose experts another rank has: whatever the output held is gone."""
+    """Padding, and tokens whose experts all belong to another rank: the output's previous contents are overwritten."""
     x, weights, ids = random_step(1, 4, memory_store.experts)
     ids[1], ids[2, 0] = -1, -1
     out = decode(device_planned_server(memory_store, "50%"), 0, x, weights, ids, rows=3)
@@ -135,7 +138,7 @@ def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
 def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
     with pytest.raises(ValueError, match=r"a decode step of 9000 rows needs \d+ bytes"):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
-    with pytest.raises(ValueError, match="a layer has 600 experts, but a device decides for at most 512"):
+    with pytest.raises(ValueError, match="a layer has 600 experts, but device-side planning supports at most 512"):
         TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)
 
 

@@ -1,5 +1,7 @@
-"""What a program's warps hand to each other through memory, under random interleavings: `plan_small_batch_on_gpu` and
-`arrives_last`."""
+"""Data that a program's warps exchange through memory, under random interleavings.
+
+Tests `plan_small_batch_on_gpu` and `arrives_last`.
+"""
 
 import os
 from unittest import mock
@@ -25,7 +27,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 
 def device_planned(seed, nested=False, **options):
-    """Whether a few steps, whose programs run in warps, leave what the plain rule does."""
+    """Whether a few steps, whose programs run in warps, give the plain rule's result."""
     twins = Twins(
         {LOW: [3] * LAYERS, HIGH: [4] * LAYERS},
         policy=Dymoe(retention=0.5, high_by=("threshold", "depth")[seed % 2]), staging=1, nested=nested,
@@ -72,7 +74,7 @@ decode_arrives = arrives_last
 
 @triton.jit
 def without_a_barrier(semaphore, count):
-    """A warp counts before the others have stored."""
+    """A warp counts itself before the others have stored."""
     is_last = tl.atomic_add(semaphore, 1, sem="acq_rel") == count - 1
     if is_last:
         tl.store(semaphore, 0)
@@ -80,7 +82,7 @@ def without_a_barrier(semaphore, count):
 
 
 def added_up(seed, **options):
-    """Whether the last of three programs sees what all have stored, twice."""
+    """Whether the last of three programs sees all stores, twice."""
     partials, out = torch.full((3, 128), -999, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     semaphore = torch.zeros(1, dtype=torch.int32)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A model on several ranks, beside what was computed by hand."""
+"""A model on several ranks, compared with numbers computed by hand."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ CARD = find_device("rtx4090", "20GB/s")
     [
         (QWEN, Ranks(), 128, 768, 8, 48, 1),
         (QWEN, Ranks(tp=2), 128, 384, 8, 48, 2),
-        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # of 4 heads, each of two ranks has one
+        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # 4 heads: two ranks share each
         (QWEN, Ranks(tp=2, ep=True), 64, 768, 4, 48, 2),
         (QWEN, Ranks(dp=4, ep=True), 32, 768, 2, 48, 1),
         (QWEN, Ranks(tp=2, dp=16, ep=True), 4, 768, 1, 48, 2),
@@ -48,7 +48,7 @@ ROW = 2048 * 2
     ("ranks", "near", "far"),
     [
         (Ranks(), 0, 0),
-        (Ranks(dp=4), 0, 0),  # engines of their own
+        (Ranks(dp=4), 0, 0),  # independent engines
         (Ranks(tp=2), 2 * 48 * 4 * ROW, 0),  # twice a layer, (2 - 1) / 2 of the rows there and back
         (Ranks(tp=4), 2 * 48 * 4 * ROW * 1.5, 0),
         (Ranks(dp=2, ep=True), 48 * 4 * (2 * ROW + 64), 0),

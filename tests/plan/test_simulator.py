@@ -1,4 +1,4 @@
-"""The simulator of schedules: what follows from a data sheet, and what each policy does to the timelines."""
+"""The simulator of schedules: what a data sheet implies, and how each policy changes the timelines."""
 
 import json
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_the_hosts_work_is_charged_for_each_layer_and_miss():
 
 
 class Knows(Predictor):
-    """Names what the next layer will choose, and ``wrong`` others; told by the simulator's trace."""
+    """Predicts the next layer's choices, and ``wrong`` other experts, from the simulator's trace."""
 
     def __init__(self, wrong=0):
         super().__init__()
@@ -126,7 +126,7 @@ def test_moesys_cancels_nothing():
         for of in (True, False)
     )
     steps = 160 + 4
-    first = LAYERS * 0 + 1  # what a first layer needs comes on demand
+    first = LAYERS * 0 + 1  # a first layer's experts are fetched on demand
     assert kept.moved > (LAYERS - 1) / LAYERS * everything * steps * first * 0.99
     assert kept.of(Phase.DECODE).mean() > 1.5 * cancelled.of(Phase.DECODE).mean()
 

@@ -72,7 +72,7 @@ ASKED = {
 }  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     some.fixed_dictionaries({}, optional={name: some.sampled_from(values) for name, values in ASKED.items()}),
     some.sampled_from([None, 4096]), some.sampled_from([None, "fp8"]), some.sampled_from([CPU, DESKTOP]),

@@ -70,7 +70,7 @@ def test_the_share_of_heavy_hitters_is_rounded_up(share, count):
 
 
 def naive(ids, weights, heavy):
-    """By expert: heavy hitters among its tokens, and the sum of their weights."""
+    """For each expert: heavy hitters among its tokens, and the sum of their weights."""
     found = {}
     for row, (experts, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         for expert, weight in zip(experts, shares, strict=True):

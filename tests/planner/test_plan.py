@@ -1,4 +1,4 @@
-"""Plans that are made on the host: their decisions, and the parts that executors take."""
+"""Plans made on the host: their decisions, and the parts that executors use."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import group_by_expert
 from vllm_dymoe.planner.rule import CPU, FREE, HIGH, HIT, LOW, STREAM
 
-IDS = np.array([[3, 0], [5, 3], [-1, 3]])  # the third token's first expert is another rank's
+IDS = np.array([[3, 0], [5, 3], [-1, 3]])  # the third token's first expert belongs to another rank
 
 
 def plan_of(experts, wanted, places, **told):

@@ -1,4 +1,4 @@
-"""Which predicted experts are copied where, and what the next layer's plan makes of them."""
+"""Where predicted experts are copied, and how the next layer's plan uses them."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
 
 @pytest.mark.parametrize("real", [0, 1])
 def test_what_has_arrived_counts_for_one_plan(real):
-    """Its slots are the next layer's after that, whether or not there were tokens."""
+    """After that its slots belong to the next layer, with or without tokens."""
     table = made()
     predict(table, 1, [3])
     listed(table, 1)

@@ -1,4 +1,4 @@
-"""The residency rule: score, victims and admission against naive twins, and what it is for."""
+"""The residency rule: scores, victims and admission against naive twins, and its benefit."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def high(*experts):
 
 
 def naive(wanted, held, score, used_at, quotas, reuse_high, nested):
-    """The rule, expert by expert, as a person reads it: places, and what is held then."""
+    """The rule, expert by expert, as a person reads it; returns places and residents."""
     held, places = dict(held), {expert: [] for expert in sorted(wanted)}
 
     def find(users, missing, slice_, code, holds):
@@ -113,7 +113,7 @@ def test_any_steps_keep_what_a_person_would_and_every_invariant(steps, high, low
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 0.62), (8, 0.375), (16, 0.295)])
 def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch, least):
-    """Of what the shipped model's routers chose, with 8 of 32 slots; chance is 0.25."""
+    """On the choices of the shipped model's routers, with 8 of 32 slots; chance is 0.25."""
     hits = needed = best = 0
     for streams in recorded_streams(batch):
         for layer in range(streams.shape[2]):
@@ -132,7 +132,7 @@ def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch,
 
 @given(st.integers(0, 1 << 30), st.integers(0, 6), st.integers(1, 300), st.integers(0, 40), st.integers(1, 4))
 def test_the_coldest_are_computed_there_while_that_ends_sooner(seed, share, link, round_trip, most):
-    """Of all ways to leave the coldest there the one whose longer side is shortest; free places are filled."""
+    """Among all ways to leave the coldest to the CPU, the one whose longer side is shortest; free slots are filled."""
     rng = np.random.default_rng(seed)
     costs = np.array([[round_trip, 0, 0, 0], [0, 0, 0, 0], [link, 40, 7, most]])
     table = host_table({HIGH: [share, share], LOW: [0, 0]}, 16, costs=costs)

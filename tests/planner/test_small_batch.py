@@ -1,4 +1,4 @@
-"""The decision of a whole step, with NumPy: against the host's table, expert by expert."""
+"""Plans of whole steps, made with NumPy, against the host's table, expert by expert."""
 
 import numpy as np
 import pytest
@@ -29,16 +29,17 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 
 class Host:
-    """The rule as the host applies it: ``Policy.select``, and its own table."""
+    """The rule as the host applies it: ``Policy.select``, and a table of its own."""
 
     def __init__(self, quotas, policy, skip_low, nested, experts=EXPERTS, costs=None):
         reuse_high = policy.precision.reuses_high
         self.table = host_table(quotas, experts, reuse_high=reuse_high, nested=nested, costs=costs)
+        self.table.evicts[:] = policy.residency.evicts
         self.policy, self.skip_low = policy, skip_low
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
-        """Experts, the version that is computed of each, and what becomes of that version or of both slices."""
+        """The experts, the computed version of each, and the fate of that version or of both slices."""
         plan = self.policy.precision.select(
             Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
         )
@@ -122,11 +123,13 @@ share = st.integers(0, EXPERTS)
     st.booleans(),
     st.booleans(),
     st.sampled_from(sorted(COSTS)),
+    st.sampled_from(["coldest", "least recent", "first in"]),
 )
 def test_any_steps_give_the_rows_that_the_host_keeps(
-    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs
+    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs, evicts
 ):
-    quotas, policy = {LOW: low, HIGH: high}, Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high)
+    quotas = {LOW: low, HIGH: high}
+    policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high, evicts=evicts)
     table = make_table(quotas, policy=policy, skip_low=skip_low, nested=nested, costs=COSTS[costs])
     host = Host(quotas, policy, skip_low, nested, costs=COSTS[costs])
     for layer, tokens, seed in steps:
@@ -140,8 +143,10 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
 
 
 def check_addresses(table, layer, plan, held):
-    """What stayed is read where it was, what is kept goes where its row says, nothing is written where it is read.
-    Returns pool and slot of everything that is read where it is, and of everything that is written."""
+    """Residents are read in place, fetched ones go where their row says, and no slot is both read and written.
+
+    Returns pool and slot of everything that is read in place, and of everything that is written.
+    """
     precision, slots = held
     read, written = [], []
     formats = NESTED if table.nested else FORMATS
@@ -201,8 +206,35 @@ def test_shares_that_a_pool_does_not_have_are_refused():
     table = make_table({LOW: [0, 0], HIGH: [6, 6]})
     with pytest.raises(ValueError, match=r"13 slots.* 12"):
         set_pools(table, {HIGH: [(0, 1, 12)]}, {HIGH: [6, 7]})
-    with pytest.raises(ValueError, match="13 of its 12"):
+    with pytest.raises(ValueError, match="13 slots, but it has 12"):
         set_pools(table, {HIGH: [(0, 1, 13)]}, {HIGH: [13, 0]})
+
+
+def test_no_more_rows_are_tokens_than_a_layer_has():
+    """As in a draft's later passes, whose graph replays with what the step was told."""
+    tables = [make_table({LOW: [2, 2], HIGH: [2, 2]}) for _ in range(2)]
+    ids, weights = random_step(1, 3)
+    plans = [decide(table, 0, ids, weights, real=real) for table, real in zip(tables, (3, 7), strict=True)]
+    for one, other in ((plans[0].tensors, plans[1].tensors), *[map(vars, tables)]):
+        assert all(torch.equal(values, other[name]) for name, values in one.items())
+
+
+def test_weights_of_skipped_experts_go_to_the_tokens_others_where_that_is_asked_for():
+    policy = Dymoe(retention=0.5, high_by="equal", skipped_weights="renormalize")
+    table = make_table({LOW: [0, 0], HIGH: [3, 3]}, policy=policy, skip_low=True)
+    ids, weights = torch.tensor([[0, 1, 2], [3, -1, 0], [4, 5, 6]]), torch.tensor([[0.5, 0.25, 0.25]] * 3)
+    weights[2] = torch.tensor([0.125, 0.125, 0.125])
+    plan = decide(table, 0, ids, weights)
+    computed = plan.computed > 0
+    assert computed.tolist() == [[True, True, True], [True, False, True], [False, False, False]]
+    assert plan.weights[:2].tolist() == weights[:2].tolist(), "another rank's expert keeps its weight"
+    lighter = weights.index_put((torch.tensor(0), torch.tensor(2)), torch.tensor(0.0625))
+    plan = decide(table, 1, torch.tensor([[0, 1, 2], [3, -1, 0], [4, 5, 7]]), lighter)
+    assert plan.computed[0].tolist() == [1, 1, 0]
+    assert plan.weights[0, :2].sum() == pytest.approx(float(lighter[0].sum()), rel=1e-6)
+    table.renormalizes.fill_(0)
+    plan = decide(table, 1, torch.tensor([[0, 1, 2], [3, -1, 0], [4, 5, 7]]), lighter)
+    assert torch.equal(plan.weights, lighter)
 
 
 def test_a_step_without_rows_changes_nothing():

@@ -1,4 +1,4 @@
-"""The table's rows and the slots that they name."""
+"""The table's rows, and the slots that they point to."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_the_coldest_of_those_that_are_not_spared():
 def test_a_row_too_many_is_found():
     table = used(1)
     table.publish(0, 0, Precision.HIGH, 0)
-    with pytest.raises(AssertionError, match="would be there twice"):
+    with pytest.raises(AssertionError, match="would be held twice"):
         table.publish(0, 0, Precision.HIGH, 5)
     check_integrity(table, ranges=True)
     table.publish(0, 1, Precision.HIGH, 6)

@@ -1,4 +1,4 @@
-"""The policy adaptive: dynaexq's floor, a rescue where an expert weighs much, and the dial that bounds the waiting."""
+"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
 
 import numpy as np
 import pytest
@@ -7,15 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.test_migration import STORES
+from tests.errors import refused
+from tests.executor.device_planned import decode, run_large_batch
 from tests.executor.steps import CPU as HERE
 from tests.executor.steps import random_step
 from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.transfer import make_engine
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import Options
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.link_share import EVERY, MOST, LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, decide
+from vllm_dymoe.planner.table import Counter
 from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.dynaexq import AsResident
 from vllm_dymoe.server import ExpertServer
@@ -23,12 +27,18 @@ from vllm_dymoe.server import ExpertServer
 FROZEN = {"window_s": 1e9}
 
 
-def adaptive(store, places=4, *, fetches=False, **parameters):
-    """A server whose high set stays as it is; with ``fetches`` misses come over a link, else the CPU executes them."""
+def adaptive(store, places=4, *, fetches=False, on_device=False, link_gbps=None, **parameters):
+    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
-        high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute"
-    )
+        high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute",
+        planning="device" if on_device else "auto", link_gbps=link_gbps,
+    )  # fmt: skip
+    if on_device:
+        server = ExpertServer(store, options, HERE, policy=policy)
+        more = (places - 1) * store.experts.formats[4].nbytes
+        server.resize(server.minimum_budget + more)
+        return server
     least = minimum_budget(store.experts, options, policy, workspace_bytes(store.experts))
     more = (places - 1) * store.experts.formats[4].nbytes
     options = options.model_copy(update={"expert_budget": type(options.expert_budget).parse(least + more)})
@@ -44,7 +54,7 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers are those of a server that has every expert high; far above, those of dynaexq."""
+    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -62,6 +72,52 @@ def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
     assert never.stats().misses == floor.stats().misses == 0
     for server in (rescued, never, whole, floor):
         server.engine.close()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_device_rescues_as_the_host_does(fetches, nested):
+    """Small and large batches; what it fetches takes no slot that versions move through."""
+    store = STORES[nested]
+    places = 4 if nested else 1
+    rescued = adaptive(store, places, fetches=fetches, on_device=True, threshold=0.0)
+    some, host = (adaptive(store, places, fetches=True, on_device=there, threshold=1.2) for there in (True, False))
+    whole = adaptive(store, 18, threshold=1e6)
+    assert (whole.cache.table.precision == HIGH).all()
+    table, before = rescued.cache.device_table.table, rescued.cache.table.precision.copy()
+    same = np.array_equal(some.cache.table.precision, host.cache.table.precision)
+    for seed in range(12):
+        layer, tokens = seed % 3, (1, 2, 20)[seed // 3 % 3]
+        x, weights, ids = random_step(seed, tokens, store.experts)
+        run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
+        want = serve(whole, seed, layer, tokens)
+        assert torch.equal(run(rescued, layer, x, weights, ids), want)
+        got = run(some, layer, x, weights, ids)
+        assert not same or torch.equal(got, serve(host, seed, layer, tokens))
+        rescued.check_integrity()
+    assert np.array_equal(rescued.cache.table.precision, before)
+    assert np.array_equal(table.precision.numpy(), before)
+    counts = table.counters.sum(0)
+    assert counts[Counter.FETCHED_HIGH] + counts[Counter.CPU_EXECUTED] > 0
+    assert counts[Counter.EVICTIONS] == 0
+    for server in (rescued, some, host, whole):
+        server.close(keep_store=True)
+
+
+def test_the_dial_follows_what_device_planned_steps_have_fetched():
+    """On an emulated link that is far too slow the threshold rises, and the device has the host's."""
+    server = adaptive(STORES[True], fetches=True, on_device=True, link_gbps=0.001, wait_share=0.05)
+    table, (_, threshold) = server.cache.device_table.table, server.policy.precision.thresholds
+    begun = int(threshold[0])
+    for seed in range(4 * EVERY):
+        server.host_planned.begin_step(Phase.DECODE)
+        for layer in range(3):
+            x, _, ids = random_step(seed, 1, server.experts)
+            decode(server, layer, x, torch.tensor([[0.95, 0.05]]), ids)
+    assert int(threshold[0]) > begun
+    server.host_planned.begin_step(Phase.DECODE)
+    assert table.threshold.tolist() == threshold.tolist()
+    server.close(keep_store=True)
 
 
 def test_only_experts_above_the_threshold_are_rescued():
@@ -101,7 +157,7 @@ def test_the_dial_has_two_ends():
 
 
 def controlled(share, waits, steps=4000):
-    """Thresholds, even shares, of steps of 10 ms that wait as ``waits`` says of the threshold."""
+    """Thresholds and even shares for steps of 10 ms whose waits are a function of the threshold."""
     now, waited, found = [0.0], 0.0, []
     thresholds = Adaptive(wait_share=share).precision.thresholds
     controller = LinkShare(thresholds, share, clock=lambda: now[0])
@@ -147,7 +203,7 @@ def test_a_budget_that_cannot_hold_all_bases_is_refused_and_names_dymoe():
     least = minimum_budget(experts, options, policy, 1000)
     bases = len(experts.layers) * experts.num_experts * experts.formats[2].nbytes
     assert least > 1000 + bases
-    with pytest.raises(ConfigError, match='policy "dymoe"'):
+    with refused('policy "dymoe"', option="expert_budget", least=least):
         plan_slots(experts, options, policy, least - 1, 1000)
     plan = plan_slots(experts, options, policy, least, 1000)
     assert plan.quotas[Precision.LOW] == [experts.num_experts] * len(experts.layers)

@@ -1,4 +1,4 @@
-"""DyMoE: one measure for each phase, Eq. 5 for each, and high if either wants it."""
+"""DyMoE: one measure for each phase, Eq. 5 for each, and an expert is high if either requests it."""
 
 import pytest
 import torch
@@ -83,9 +83,9 @@ def test_retention_1_is_exact_and_0_is_uniform_low():
 
 
 def test_experts_of_a_coming_layer_are_foreseen_in_the_precisions_that_it_will_want():
-    """t of the layer that is to come, not of the one that is running, and not all of them high."""
+    """Uses t of the layer to come, not of the running one, and requests not all of them high."""
     policy = Dymoe(retention=0.75, high_by="depth")
-    named = [9, 4, 2, 6]  # the best first
+    named = [9, 4, 2, 6]  # best first
     assert policy.precision.precisions_ahead(7, LAYERS, named) == {
         9: Precision.HIGH,
         4: Precision.HIGH,
@@ -99,7 +99,7 @@ def test_experts_of_a_coming_layer_are_foreseen_in_the_precisions_that_it_will_w
 
 
 def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_without_a_high_expert():
-    """Layers whose routers are sure get fewer high experts than others: the share is met over all of them."""
+    """Layers whose routers are sure get fewer high experts than others; the share holds over all layers."""
     generator, policy, counts = torch.Generator().manual_seed(0), Dymoe(retention=0.5), []
     for _ in range(200):
         for layer, spread in enumerate([0.2, 0.5, 1, 1, 2, 2, 3, 4]):
@@ -115,7 +115,7 @@ def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_withou
 
 
 def test_prompts_and_decoded_tokens_have_a_threshold_each():
-    """A long prompt beside it cannot cost a request that decodes its precision, nor move what it is measured by."""
+    """A long prompt in the batch cannot lower a decoding request's precision, nor change how it is measured."""
     policy, alone = Dymoe(retention=0.5), Dymoe(retention=0.5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -129,7 +129,7 @@ def test_prompts_and_decoded_tokens_have_a_threshold_each():
 
 
 def test_a_batch_counts_on_the_scale_of_one_token():
-    """Twice the same tokens give the same experts: shares are of all weights, times the active experts."""
+    """Doubling the tokens gives the same experts: shares are of all weights, times the active experts."""
     ids, weights = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     one = Dymoe(retention=0.5).precision.select(routing(0, ids, weights))
     many = Dymoe(retention=0.5).precision.select(routing(0, ids.repeat(16, 1), weights.repeat(16, 1)))
@@ -156,7 +156,7 @@ def test_parameters_that_cannot_be_are_refused(options, sentence):
 
 @pytest.mark.parametrize("options", [{}, {"high_by": "depth"}, {"high_by": "equal", "heavy_share": 0.5}])
 def test_ranks_that_share_out_experts_decide_on_all_of_them(options):
-    """By themselves eight ranks would keep one high expert each, whatever the retention."""
+    """Each alone, eight ranks would keep one high expert each, whatever the retention."""
     ranks, experts, top_k = 8, 64, 8
     one, *each = (Dymoe(retention=0.25, **options) for _ in range(1 + ranks))
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Every policy: what it predicts, keeps and paces, and what is refused."""
+"""Every policy: its predictions, its slots, its pace, and refused options."""
 
 from dataclasses import replace
 
@@ -67,9 +67,9 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
         ({"policy_options": {"k": 3}}, "policy_options", "k: extra inputs are not permitted.*it has look_ahead"),
         ({"policy": "firm", "policy_options": {"projections": 4}}, "policy_options", "projections: input should be"),
         ({"policy": "layer-prefetch", "policy_options": {"k": 1}}, "policy_options", "it has none"),
-        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert with low = 0"),
-        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as it is set has no use for a predictor'),
-        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as it is set has no use'),
+        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert if low = 0"),
+        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as set does not use a predictor'),
+        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as set does not use'),
     ],
 )
 def test_what_cannot_be_is_refused(options, option, words):
@@ -91,7 +91,7 @@ def test_policies_that_keep_nothing_have_slots_for_what_they_need():
 
 
 def test_one_controller_steers_what_is_fetched_ahead():
-    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong predictions slow down the others alone."""
+    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong predictions slow only the others down."""
     for name, kind in POLICIES.items():
         prefetch = kind().prefetch
         pace = Pace(paid=prefetch is not None and prefetch.paced)
@@ -103,5 +103,5 @@ def test_one_controller_steers_what_is_fetched_ahead():
 
 
 def test_a_policy_with_two_precisions_has_to_say_how_many_experts_each_gets():
-    with pytest.raises(NotImplementedError, match=r"experts in the low precision.*override shares"):
+    with pytest.raises(NotImplementedError, match=r"experts at low precision.*override shares"):
         PrecisionPolicy(frozenset((Precision.HIGH, Precision.LOW))).all_shares(make_experts())

@@ -1,4 +1,4 @@
-"""Made-up traces in which the next layer can be predicted, for tests of what learns to."""
+"""Synthetic traces in which the next layer is predictable, for tests of predictors that learn."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,10 +18,10 @@ SIZES = ModelIdentity("a model", "0123456789abcdef", num_layers=4, num_experts=8
 
 
 def made_up(requests=20, tokens=40, sizes=SIZES, *, noise=0.1, inputs=False, seed=0):
-    """Experts of layer 1 follow those of layer 0 by a permutation, and those of layer 3 those of layer 1.
+    """Experts of layer 1 follow those of layer 0 by a permutation, and those of layer 3 follow those of layer 1.
 
-    Those of layers 0 and 2 are drawn, so that a longer history helps, and so are some of the others: ``noise``. Router
-    inputs name the next layer's experts outright.
+    Experts of layers 0 and 2 are random, so that a longer history helps, and so is the fraction ``noise`` of the
+    others. Router inputs contain the next layer's experts directly.
     """
     random = torch.Generator().manual_seed(seed)
     total = requests * tokens
@@ -54,10 +54,10 @@ WIDE = replace(SIZES, hidden=24)
 
 
 def residual_stream(requests=20, tokens=60, sizes=WIDE, *, seed=0, moves=0.5):
-    """A model whose routers choose by the residual stream, to which each expert adds a vector of its own.
+    """A model whose routers choose by the residual stream, to which each expert adds its own vector.
 
-    So the next gate is often right, and what it lacks follows from the experts that were chosen. ``moves`` is how much
-    of the stream a layer adds.
+    So the next gate is often right, and what it lacks follows from the chosen experts. ``moves`` is the fraction of the
+    stream that a layer adds.
     """
     random = torch.Generator().manual_seed(seed)
     total, shape = requests * tokens, (sizes.num_layers, sizes.num_experts, sizes.hidden)
@@ -88,7 +88,7 @@ def _best(x, weights, biases, top_k):
 
 
 def gates_of(trace):
-    """The gates of such a model, as predictors ask them."""
+    """The gates of such a model, as predictors read them."""
     weights = trace.gates
 
     def logits(layer, x):
@@ -98,7 +98,7 @@ def gates_of(trace):
 
 
 def trained_on_made_up(sizes, folder, architecture="linear"):
-    """The file of a predictor that has learned one epoch of them."""
+    """Write the file of a predictor that was trained for one epoch."""
     kind = ARCHITECTURES[architecture] if architecture != "linear" else Architecture((), history=2)
     network = fold(train(made_up(sizes=sizes), kind, Recipe(epochs=1)).model)
     save_predictor(folder / "file.safetensors", PredictorCard(sizes, {"name": architecture}), network)

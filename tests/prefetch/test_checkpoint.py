@@ -1,4 +1,4 @@
-"""The file of a predictor: what is in it, and what is refused."""
+"""A predictor's file: its contents, and what is refused."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def rewritten(file, card=None, **tensors):
-    """The same file with another card or other tensors; None leaves one out."""
+    """The same file with another card or other tensors; None removes one."""
     with safe_open(file, framework="pt") as opened:
         found = {name: opened.get_tensor(name) for name in SAVED} | tensors
         described = json.loads(opened.metadata()["card"]) | (card or {})
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(file, damage):
     assert str(file) in sentence
     assert sentence.endswith(".")
     assert "\n" not in sentence
-    ours = "is a safetensors file, but no predictor" not in sentence
+    ours = "is a safetensors file, but not a predictor" not in sentence
     assert ours == (damage not in ("not ours", "no metadata"))
 
 
@@ -105,7 +105,7 @@ def test_a_linear_predictor_keeps_its_layers_ahead_and_its_correction(tmp_path):
     ids, x = trace.experts[:9, 0].long(), trace.router_inputs[:9, 0]
     for ahead in (1, 2, 3):
         ours = loaded.to(torch.device("cpu"), torch.float32).logits(ahead, ids, x, ahead)
-        # Half precision rounds by 2^-11; sigmoids flatten that.
+        # Half precision rounds by 2^-11; sigmoids reduce that.
         assert torch.allclose(ours, network.logits(ahead, ids, x, ahead), atol=0.02)
     with safe_open(path, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -135,13 +135,13 @@ def build(file, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_layers": 5}, "was trained for a model, which has 4 MoE layers where this model has 5"),
-        ({"num_experts": 4}, "8 experts in a layer where this model has 4"),
-        ({"top_k": 4}, "2 experts for each token where this model has 4"),
-        ({"hidden": 12}, "6 hidden features where this model has 12"),
+        ({"num_layers": 5}, "was trained for a model, which has 4 MoE layers, but this model has 5"),
+        ({"num_experts": 4}, "8 experts in a layer, but this model has 4"),
+        ({"top_k": 4}, "2 experts for each token, but this model has 4"),
+        ({"hidden": 12}, "6 hidden features, but this model has 12"),
         (
             {"fingerprint": "f" * 16},
-            "was trained for a model with the weights 0123456789abcdef, and this model has others",
+            "was trained for a model with the weights 0123456789abcdef, but this model has others",
         ),
         ({"predictor": None}, "needs its file; name it in the option predictor"),
     ],

@@ -1,4 +1,4 @@
-"""Least squares from sums: what follows for few tokens, for many, and for tokens that are no numbers."""
+"""Least squares from sums: results for few tokens, for many, and for tokens that are not finite."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def trained(tokens, look_ahead=2, trace=TRACE):
 
 
 def accuracy(network, ahead=1):
-    """The share of chosen experts that it names, of tokens that it was not trained on."""
+    """Share of chosen experts that it predicts for tokens it was not trained on."""
     ids, x, right = UNSEEN.experts.long(), UNSEEN.router_inputs, []
     for later in range(ahead, WIDE.num_layers):
         scores = network.logits(later, ids[:, later - ahead], x[:, later - ahead], ahead)
@@ -55,7 +55,7 @@ def test_few_tokens_lose_hardly_anything_and_many_win(ahead):
 
 
 def test_the_sums_are_those_of_the_ridge_regression():
-    """Against a direct solution in float64, layer 1 to layer 3."""
+    """Against a direct solution in float64, from layer 1 to layer 3."""
     x, ids = TRACE.router_inputs.double(), TRACE.experts.long()
     features = torch.cat([chosen(ids[:, 1], WIDE.num_experts).double(), x[:, 1]], 1)
     weights = TRACE.gates.weights[3].double()
@@ -80,7 +80,7 @@ def test_a_token_that_is_no_usable_number_adds_nothing(spoiled):
     for one, network in zip(sums, networks, strict=True):
         for layer in range(3):
             one.solve(layer, gates, network)
-    # A row of zeros more may make a product sum in another order.
+    # One more row of zeros may change the order of a product's sum.
     assert torch.allclose(networks[0].tables, networks[1].tables, atol=1e-5)
     assert torch.allclose(networks[0].gates, networks[1].gates, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Predictors of steps that the device plans: what they write into the table."""
+"""Predictors with device planning: what they write into the table."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ from vllm_dymoe.prefetch.pace import Pace
 
 
 def use(pace, rounds, needed, hidden=1.0, cost=0.0):
-    """Predictions of two predictions each, of which so many are needed; how many were asked for."""
+    """Make predictions of two experts each, of which some are needed; returns the number of predictions made."""
     asked = 0
     for _ in range(rounds):
         if pace.acts():

@@ -1,4 +1,4 @@
-"""The trained predictor step by step; test_side_stream.py has it on a stream of the device."""
+"""The trained predictor step by step; test_side_stream.py tests it on a side stream."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ WEIGHTS = torch.ones(1, SIZES.top_k)
 
 
 def step(predictor, tokens, phase=Phase.DECODE, spoil=False, prompt=None):
-    """Answers for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
+    """Predictions for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
     answers = []
     for layer in range(SIZES.num_layers):
         ids = TRACE.experts[tokens, layer].int()
@@ -114,7 +114,7 @@ def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
 def test_before_a_step_the_first_layers_most_popular_are_named():
     network = fold(MODELS["linear"])
     predictor = TrainedPredictor(network, SIZES.top_k)
-    for _ in range(2):  # also behind a step of decode
+    for _ in range(2):  # also after a decode step
         order = network.popularity[0].argsort(descending=True).tolist()
         assert [candidate.expert for candidate in predictor.predict(-1)] == order
         step(predictor, slice(9, 10))

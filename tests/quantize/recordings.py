@@ -1,4 +1,4 @@
-"""Recorded inputs that are made up, for tests of what reads them."""
+"""Synthetic recorded inputs, for tests of code that reads them."""
 
 import torch
 
@@ -6,7 +6,7 @@ from vllm_dymoe.quantize.recording import PartWriter, Recording
 
 
 def correlated_inputs(tokens, columns, seed):
-    """Inputs as hidden states are: few directions have most of the energy, and columns differ in size."""
+    """Inputs like hidden states: few directions carry most of the energy, and columns differ in size."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator) * (0.9 ** torch.arange(columns)).unsqueeze(1)
     sizes = torch.rand(columns, generator=generator) * 3 + 0.1

@@ -1,4 +1,4 @@
-"""What is made of recorded inputs: Hessians of each expert, and stores that GPTQ wrote."""
+"""Uses of recorded inputs: Hessians of each expert, and stores that GPTQ wrote."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def matrices(layer, expert, *, bias=False):
 
 
 def routed(recorded, layer, expert):
-    """What the router sent to an expert: inputs [tokens, hidden], their weights [tokens, 1], both float64."""
+    """An expert's routed inputs [tokens, hidden] and weights [tokens, 1], both float64."""
     _, inputs, routing = recorded
     weights, experts = routing[layer]
     rows = (experts == expert).any(1)
@@ -42,12 +42,12 @@ def routed(recorded, layer, expert):
 
 
 def hessian(inputs, weights):
-    """By the definition: the sum over tokens."""
+    """By definition: the sum over tokens."""
     return torch.einsum("ti,tj,t->ij", inputs, inputs, weights.flatten().square())
 
 
 def inner_inputs(x, found, activation):
-    """What down reads, by the definition."""
+    """The input of the down projection, by definition."""
     (gate, gate_bias), (up, up_bias) = (
         tuple(None if part is None else part.double() for part in found[projection])
         for projection in (Projection.GATE, Projection.UP)
@@ -56,7 +56,7 @@ def inner_inputs(x, found, activation):
 
 
 def assert_close(found, expected):
-    # float32 sums of a few hundred products, against float64.
+    # float32 sums of a few hundred products against float64.
     assert (found.double() - expected).norm() < 1e-5 * expected.norm()
 
 
@@ -101,7 +101,7 @@ def test_thresholds_begin_where_the_calibrations_routers_hold_retention(recorded
             sums = torch.zeros(6).index_add_(0, experts[rows].flatten(), weights[rows].flatten())
             found[0].append(sums[sums > 0])
         found[1].extend(weights)
-    # Prompts use 24 experts in all; of a token's two one is always high.
+    # Prompts use 24 experts in all; one of a token's two is always high.
     for curve, shares, wanted, off in zip(
         (prompts, tokens), found, (retention, max(retention, 0.5)), (1 / 12, 0.03), strict=True
     ):

@@ -1,4 +1,4 @@
-"""Random stores: finite, repeatable, different from expert to expert, and in the format like any other."""
+"""Random stores: finite, repeatable, different for each expert, and in the usual format."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""GPTQ against a plain one, column by column with an inverse for each, and against rounding."""
+"""GPTQ against a plain implementation, column by column with an inverse for each, and against rounding."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def readings(codes, format):
 
 
 def output_norm(inputs, error):
-    """With GPTQ's damping."""
+    """Squared norm of an output error, with GPTQ's damping."""
     inputs, error = inputs.double(), error.double()
     damping = DAMPING * inputs.square().sum(0).mean()
     return ((inputs @ error.t()).square().sum() + damping * error.square().sum()).item()
@@ -34,11 +34,11 @@ def output_error(inputs, weight, matrix):
 
 
 def plain_gptq(weight, hessian, scales, zeros, group_size, bits, low_weight=0.0):
-    """Codes by the definition (OBQ's update for one column): the best change of the columns that are left.
+    """Codes by definition (OBQ's update for one column): the best change of the remaining columns.
 
-    For column i, with H the Hessian of the columns that are left, they change by
-    -(w_i - q_i) / [H^-1]_ii * [H^-1]_i; every inverse is computed anew, in float64, and all codes are tried. With a
-    weight of the low reading each code is read twice, and one sweep of coordinate descent follows.
+    For column i, with H the Hessian of the remaining columns, they change by -(w_i - q_i) / [H^-1]_ii * [H^-1]_i; every
+    inverse is computed anew, in float64, and all codes are tried. With a weight for the low version each code is
+    evaluated in both versions, and one sweep of coordinate descent follows.
     """
     hessian = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
     order = hessian.diagonal().argsort(descending=True, stable=True).tolist()
@@ -46,13 +46,13 @@ def plain_gptq(weight, hessian, scales, zeros, group_size, bits, low_weight=0.0)
     codes = torch.arange(2**bits, dtype=torch.float64)
     readings = torch.stack((codes, codes.div(bin).floor() * bin + (bin - 1) / 2)) - 2 ** (bits - 1)
     groups = torch.arange(weight.shape[1]) // group_size
-    # [readings, rows, columns, codes]: what every code would be read as.
+    # [versions, rows, columns, codes]: the value of every code.
     values = readings[:, None, None] * scales.double()[:, groups, None] + zeros.double()[:, groups, None]
     weights = torch.tensor([1.0, low_weight], dtype=torch.float64)[:, None, None]
 
     def choose(column, wanted):
         best = ((values[:, :, column] - wanted[:, :, None]).square() * weights).sum(0).argmin(1)
-        best[scales[:, groups[column]] == 0] = 2 ** (bits - 1)  # where all codes are alike
+        best[scales[:, groups[column]] == 0] = 2 ** (bits - 1)  # where all codes give the same value
         return best, values[:, torch.arange(len(best)), column, best]
 
     left = torch.stack((weight.double(), weight.double()))
@@ -99,7 +99,7 @@ def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, colu
 
 @pytest.mark.parametrize("noise", [0.05, 1.0], ids=["columns alike", "columns apart"])
 def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
-    """Whatever the inputs, which decide how much better the high reading is."""
+    """For any inputs, which decide how much better the high version is."""
     inputs, weight = correlated_inputs(3000, 256, 3), random_weight(64, 256, 4)
     inputs += noise * torch.randn(inputs.shape, generator=torch.Generator().manual_seed(5))
     seen, unseen = inputs[:2000], inputs[2000:]
@@ -118,7 +118,7 @@ def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("columns", [256, 200])
 def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
-    """On inputs that were not seen, of the same kind."""
+    """On unseen inputs of the same kind."""
     inputs = correlated_inputs(3000, columns, 3)
     seen, unseen = inputs[:2000], inputs[2000:]
     weight = random_weight(64, columns, 4)
@@ -129,13 +129,13 @@ def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
 
 
 def test_few_tokens_and_columns_that_are_always_zero():
-    """A Hessian of low rank is what an expert with few tokens has; damping makes it one that can be inverted."""
+    """An expert with few tokens has a Hessian of low rank; damping makes it invertible."""
     inputs = correlated_inputs(6, 64, 10)
     inputs[:, 5] = 0
     weight = random_weight(8, 64, 11)
     matrix = quantized(weight, 4, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)))
     assert bool(torch.isfinite(dequantize(matrix)).all())
-    # Nothing makes up for a column without inputs, and nothing it makes up for changes it by more than its own step.
+    # No other column compensates one without inputs, and it changes by less than its own step.
     assert (dequantize(matrix) - weight)[:, 5].abs().max() < 0.05
     assert output_error(inputs, weight, matrix) < 0.5 * output_error(
         inputs, weight, quantized(weight, 4, QUANTIZERS["rtn"])

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else wrote: they name no file outside of their folder, and cost no more than they hold."""
+"""Untrusted checkpoints: they can name no file outside their folder, and cost no more than their size."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def test_a_link_leads_to_a_file_of_the_checkpoint(indexed, model, tmp_path):
 
 
 def test_a_snapshot_of_the_hub_has_links_into_its_own_blobs(model, tmp_path):
-    """As huggingface_hub lays them out: models--a--b/snapshots/REVISION/x -> ../../blobs/HASH."""
+    """The layout of huggingface_hub: models--a--b/snapshots/REVISION/x -> ../../blobs/HASH."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(model.folder.iterdir())):
@@ -71,7 +71,7 @@ def test_a_snapshot_of_the_hub_has_links_into_its_own_blobs(model, tmp_path):
 
 
 def test_a_file_for_the_model_is_copied_only_from_its_folder(model, tmp_path):
-    """Tokenizers and templates, too: what is served may be published."""
+    """This includes tokenizers and templates: what is served may be published."""
     secret = tmp_path / "secret.json"
     secret.write_text("{}")
     (model.folder / "tokenizer.json").symlink_to(secret)
@@ -119,7 +119,7 @@ def test_a_quantization_config_of_any_kind_is_read_or_refused(said, model):
         {"model_type": ["qwen3_moe"]},
         {"model_type": {"a": 1}},
         {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [float("inf"), 128]}},
-        {"num_hidden_layers": 1},  # the experts are in later ones
+        {"num_hidden_layers": 1},  # the experts are in later layers
     ],
 )
 def test_values_of_another_kind_are_read_or_refused(config, model):

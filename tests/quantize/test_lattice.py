@@ -1,4 +1,4 @@
-"""Points of a lattice for a matrix: what both implementations and more sweeps choose, and the scales of rows."""
+"""Lattice codes for a matrix: the choices of both implementations and of more sweeps, and the scales of rows."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CURVATURE = Curvature.of(INPUTS.t() @ INPUTS)
 
 
 def readings():
-    """The low one and the high one: [rows, columns] of rotated inputs, which the weight's are taken for."""
+    """The low and the high version, dequantized: [rows, columns] for rotated inputs."""
     base, residual = (torch.zeros(form.nbytes, dtype=torch.uint8) for form in (WIDE.base, WIDE))
     lattice.quantize_lattice(WEIGHT, WIDE, CURVATURE, residual, base)
     low = WIDE.base.view(base)
@@ -31,7 +31,7 @@ def products(left, right):
 
 def test_rows_of_the_low_reading_are_unbiased_and_those_of_the_high_one_as_large_as_they_were():
     low, high = readings()
-    # Scales have eight bits of a bfloat16.
+    # Scales have eight bits, as bfloat16 numbers.
     torch.testing.assert_close(products(WEIGHT, low), products(WEIGHT, WEIGHT), rtol=2**-8, atol=0)
     torch.testing.assert_close(products(high, high), products(WEIGHT, WEIGHT), rtol=2**-7, atol=0)
 
@@ -50,6 +50,6 @@ def test_both_implementations_choose_the_same_points(monkeypatch):
     fast = readings()
     monkeypatch.setattr(native, "load", lambda: None)
     for ours, theirs in zip(readings(), fast, strict=True):
-        # A tie, or nearly one, may be decided otherwise where sums are taken in another order; what follows differs.
+        # With another order of sums a near tie may be decided differently; all later choices then differ.
         assert (ours == theirs).float().mean() > 0.9
         assert CURVATURE.output_norm(ours - WEIGHT) == pytest.approx(CURVATURE.output_norm(theirs - WEIGHT), rel=0.01)

@@ -1,4 +1,4 @@
-"""Drafts' experts are rounded to the format of their model's, whatever that is."""
+"""Experts of drafts are rounded to the format of their model's experts, for every format."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.quantize.held import nearest
 
 ROWS, COLUMNS = 24, 130  # neither whole blocks nor whole groups
-# Half of the largest step between neighbours, in parts of a group's largest weight: 1/7 for 4-bit integers, from 4 to 6
+# Half of the largest step between neighbours, relative to a group's largest weight: 1/7 for 4-bit integers, from 4 to 6
 # of 6 for e2m1 (and a power of two that may be twice too large), 1/16 for e4m3 by its mantissa.
 BOUNDS = {
     "integers": (STEPS[4], {"integer_zeros": True}, 1 / 14),
@@ -38,10 +38,10 @@ def test_no_weight_is_further_away_than_half_a_step(encoding, fields, bound):
     size = form.group_size
     padded = torch.nn.functional.pad(weight, (0, -COLUMNS % size)).view(ROWS, -1, size)
     largest = padded.abs().amax(2).repeat_interleave(size, 1)[:, :COLUMNS]
-    # Scales are rounded too, of bfloat16 by 1/256.
+    # Scales are rounded, too: bfloat16 by 1/256.
     assert bool(((found - weight).abs() <= largest * (bound + 1 / 128) + 1e-7).all())
     assert torch.equal(found.sign(), weight.sign() * (found != 0))
-    # What is on the grid stays where it is.
+    # Values on the grid stay unchanged.
     again = nearest(found, form).dequantize().float()
     assert bool(((again - found).abs() <= largest * (bound + 1 / 128) + 1e-7).all())
 

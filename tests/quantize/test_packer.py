@@ -1,4 +1,4 @@
-"""Packing experts in whatever order a checkpoint has weights and biases."""
+"""Packing experts for any order of weights and biases in the checkpoint."""
 
 import itertools
 import random
@@ -51,7 +51,7 @@ ORDERS = ("together", "biases first", "weights first", "any")
 
 
 def random_codes(experts, layer, expert, projection):
-    """A matrix of a checkpoint whose groups are scattered."""
+    """A matrix from a checkpoint whose groups are scattered."""
     matrix = experts.formats[4].matrices[projection]
     seed = layer * 1000 + expert * 10 + projection
     return random_integers(matrix.rows, matrix.columns, 32, dtype=torch.bfloat16, seed=seed, shuffled=True)
@@ -63,9 +63,9 @@ def random_codes(experts, layer, expert, projection):
     [((16,), True, False), ((4, 2), True, False), ((4, 2), True, True), ((4, 2), False, True)],
 )
 def test_weights_and_biases_come_in_any_order(tmp_path, order, bits, bias, ordered):
-    """Files and memory hold the same bytes whatever the order, and the checksums of the files are theirs."""
+    """Files and memory hold the same bytes for any order, and the files' checksums match."""
     experts = make_experts(bits=bits, hidden=70, intermediate=33, bias=bias)
-    if ordered:  # the order of columns lies behind the bias
+    if ordered:  # the order of columns comes after the bias
         high = replace(experts.formats[4], integer_zeros=True, act_order=True)
         experts = replace(experts, formats={4: high, 2: experts.formats[2]})
     weight_of = random_codes if ordered else random_weight
@@ -76,7 +76,7 @@ def test_weights_and_biases_come_in_any_order(tmp_path, order, bits, bias, order
     for key in all_keys(experts):
         fmt = experts.formats[key.bits]
         packed = torch.full((fmt.nbytes,), 0xEE, dtype=torch.uint8)
-        files.read_into(key, packed)  # checks the checksums
+        files.read_into(key, packed)  # verifies the checksums
         assert torch.equal(packed, memory.packed(key))
         for projection, matrix in zip(Projection, fmt.view(packed), strict=True):
             place = key.layer, key.expert, projection

@@ -1,4 +1,4 @@
-"""Codes of others in our sections: the same integers, cut as ranks cut them, or a refusal."""
+"""Codes of other tools in the store's sections: the same integers, split as ranks split them, or a refusal."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_integers_and_weights_are_the_checkpoints(bits, dtype, source, store, ac
 
 
 def test_columns_of_a_group_stay_in_their_own_order():
-    """Groups of neighbours need no other order than theirs, and the same checkpoint gives the same bytes everywhere."""
+    """Contiguous groups need no stored order, and the same checkpoint gives the same bytes everywhere."""
     assert packed(random_integers(8, 128, 32), 32, act_order=True).order.tolist() == list(range(128))
     matrix = random_integers(8, 128, 32, shuffled=True)
     stored = packed(matrix, 32, act_order=True).order.long()
@@ -51,10 +51,10 @@ PLAIN, SHUFFLED = random_integers(8, 64, 32), random_integers(8, 64, 32, shuffle
     [
         (PLAIN, 32, {"dtype": torch.bfloat16}, "scales are float16 and would be rounded to bfloat16; use dtype"),
         (PLAIN, 32, {"steps": False}, "has zero points, although its configuration says"),
-        (PLAIN, 64, {}, "do not lie in groups of 64 neighbours"),
-        (SHUFFLED, 32, {}, "as they are, do not lie in groups .* high to 16"),
-        (LONG, 32, {"act_order": True}, "even sorted by their groups, do not lie in groups of 32 neighbours"),
-        (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "do not lie in groups of 64 neighbours"),
+        (PLAIN, 64, {}, "are not in contiguous groups of 64"),
+        (SHUFFLED, 32, {}, "as they are, are not in contiguous groups .* high to 16"),
+        (LONG, 32, {"act_order": True}, "even sorted by their groups, are not in contiguous groups of 32"),
+        (random_integers(8, 96, 64).part(1, slice(32, 96)), 64, {}, "are not in contiguous groups of 64"),
     ],
 )
 def test_what_cannot_be_held_is_refused(matrix, group_size, options, sentence):

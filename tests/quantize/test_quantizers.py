@@ -39,7 +39,7 @@ def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype)
     step = packed.scales_zeros[:, : weight.shape[0], 0].float().t().repeat_interleave(group_size, 1)
     zero = packed.scales_zeros[:, : weight.shape[0], 1].float().t().repeat_interleave(group_size, 1)
     step, zero = step[:, : weight.shape[1]], zero[:, : weight.shape[1]]
-    # The zero itself is rounded to the dtype, which can push the ends of a group out by that much.
+    # The zero point is rounded to the dtype, too, which can shift the ends of a group by that much.
     slack = zero.abs() * (2**-8 if dtype is torch.bfloat16 else 2**-11) + 1e-6
     assert bool(((weight - dequantize(packed)).abs() <= step / 2 * (1 + 1e-3) + slack).all())
 
@@ -47,7 +47,7 @@ def test_rounding_is_off_by_half_a_step_at_most(weight, bits, group_size, dtype)
 @settings(max_examples=60, deadline=None)
 @given(weights, bit_widths, st.sampled_from([torch.bfloat16, torch.float16]))
 def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
-    """All codes together reach as far as the weights do, and the scale is the smallest of its dtype that does."""
+    """All codes together cover the range of the weights, with the smallest scale of its dtype that does."""
     format = MatrixFormat(weight.shape[0], weight.shape[1], encoding_of(bits), 32, dtype)
     groups = F.pad(weight[:, None], (0, -weight.shape[1] % 32), mode="replicate").reshape(-1, 32)
     scales, zeros = (found.float() for found in group_ranges(groups, format))
@@ -55,7 +55,7 @@ def test_rounding_the_scale_never_cuts_off_an_end(weight, bits, dtype):
     assert bool((scales >= needed).all())
     below = (scales.to(dtype).view(torch.int16) - 1).view(dtype)
     assert bool(((below.float() < needed) | (needed == 0)).all())
-    # The zero is rounded to nearest: half a unit in its last place, or less than the smallest float16.
+    # The zero point is rounded to nearest: half a unit in its last place, or less than the smallest float16.
     slack = zeros.abs() * (2**-8 if dtype is torch.bfloat16 else 2**-11) * 1.01 + 1e-7
     assert bool((zeros - format.encoding.midpoint * scales <= groups.amin(1) + slack).all())
     assert bool((zeros + (format.encoding.midpoint - 1) * scales >= groups.amax(1) - slack).all())
@@ -78,7 +78,7 @@ def test_hqq_is_no_worse_than_rounding_in_its_own_norm(weight, bits):
     for name in QUANTIZERS:
         errors = (weight - dequantize(quantized(weight, bits, QUANTIZERS[name]))).abs().pow(NORM)
         norms[name] = F.pad(errors, (0, -weight.shape[1] % 32)).reshape(-1, 32).sum(1)
-    # Both are computed once more here, in another order; a weight that is met exactly leaves 1e-9 to the power of 0.7.
+    # Both are computed again here, in another order; an exact weight leaves 1e-9 to the power of 0.7.
     assert bool((norms["hqq"] <= norms["rtn"] * (1 + 1e-4) + 1e-5).all())
 
 

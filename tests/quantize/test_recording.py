@@ -1,4 +1,4 @@
-"""Parts of a recording: what is in them, what is left of a run that ended early, and what is refused."""
+"""Parts of a recording: their contents, what an interrupted run leaves, and what is refused."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def writer(path, tokens=TOKENS):
 
 
 def steps(layer):
-    """The inputs and the routing of one layer, in steps of odd sizes, with more tokens than are recorded."""
+    """The inputs and the routing of one layer, in steps of odd sizes, with more tokens than are kept."""
     inputs = correlated_inputs(TOKENS + 9, HIDDEN, layer).bfloat16()
     kinds = (inputs, *routing(TOKENS + 9, 5, TOP_K, layer))
     return list(zip(*(kind.split([1, 17, 0, 20, 21]) for kind in kinds), strict=True))
@@ -53,15 +53,15 @@ def test_a_part_is_not_there_before_it_is_complete(tmp_path):
     for layer in range(LAYERS):
         part.add(layer, *steps(layer)[1])
     assert not path.exists()
-    with pytest.raises(CalibrationError, match="33 tokens less than the 50 of part-00000"):
+    with pytest.raises(CalibrationError, match="33 tokens fewer than the 50 of part-00000"):
         part.finish()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_run_left_is_written_again(tmp_path):
-    """The next run gets the bytes of an undisturbed one."""
+    """The next run writes the bytes of an undisturbed one."""
     path, again = tmp_path / "part-00000.safetensors", tmp_path / "again.safetensors"
-    killed = writer(path, tokens=TOKENS * 2)  # longer than it will be
+    killed = writer(path, tokens=TOKENS * 2)  # longer than the final recording
     killed.add(0, *steps(0)[3])
     os.close(killed._file)
     assert [found.name for found in tmp_path.iterdir()] == [f"{path.name}.unfinished"]

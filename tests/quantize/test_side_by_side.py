@@ -1,4 +1,4 @@
-"""Pieces of work on all cores: told in order, on one core each, and no more than there is room for."""
+"""Work on all cores: results in order, one core for each piece, and no more pieces than memory allows."""
 
 import os
 import threading
@@ -48,7 +48,7 @@ def test_pieces_stay_on_one_core_and_the_caller_keeps_its_own():
 
 
 def test_threads_leave_the_core_of_a_bound_caller():
-    """As vLLM's CPU worker binds each of its threads to a core of its own."""
+    """vLLM's CPU worker binds each of its threads to a core of its own."""
     cores, found, free = os.sched_getaffinity(0), [], threading.Event()
     threading.Thread(target=free.wait).start()
     os.sched_setaffinity(0, {min(cores)})

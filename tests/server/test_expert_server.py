@@ -1,4 +1,4 @@
-"""The server: residency never changes values, skip is skip, failures leave nothing behind."""
+"""The server: residency never changes values, skipped experts are left out, and failures leave nothing behind."""
 
 import contextlib
 import itertools
@@ -98,13 +98,15 @@ def test_no_tokens_are_no_work(memory_store):
 
 @pytest.mark.parametrize("blocks", [0, 1 << 20])
 def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, blocks, monkeypatch):
-    """Copies by a core: all arrivals and the hits in one call. Waits for a disk: the first one when it arrives."""
+    """Where a core copies, all arrivals and hits share one call; where reads wait for a disk, the first computes on
+    arrival.
+    """
     from_disk = itertools.count(step=blocks)
     usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
     monkeypatch.setattr("vllm_dymoe.cache.transfer.delivery.resource.getrusage", usage)
     server = make_server(memory_store, low=0)
     x, weights, ids = random_step(0, 40, memory_store.experts)
-    for layer in (0, 1):  # what its reads were says which of the two this store is
+    for layer in (0, 1):  # the kind of its reads reveals which of the two this store is
         forward(server, layer, x, weights, ids)
     assert server.engine.occupies_cores == (blocks == 0)
     calls, compute = [], server.kernel.compute
@@ -167,7 +169,7 @@ STORE = make_store(make_experts())
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("wrong", [6, 32768, 65536, 65537, 1 << 40, -2])
 def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_store, tokens, wrong):
-    """Also where it wraps in 16 bits: two tokens of expert 65537 were computed as expert 1."""
+    """Also where ids wrap in 16 bits: two tokens of expert 65537 were computed with expert 1."""
     server = with_budget(memory_store, "50%")
     x, weights, ids = random_step(1, tokens, memory_store.experts)
     want = forward(server, 0, x, weights, ids)

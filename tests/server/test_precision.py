@@ -1,4 +1,4 @@
-"""The policy `dymoe` through the server: the cache's three rules, skipping, budgets, and changes while it runs."""
+"""The policy `dymoe` in the server: the cache's three rules, skipping, budgets, and changes while it runs."""
 
 import itertools
 from dataclasses import replace
@@ -85,7 +85,7 @@ def run(server, taken=STEPS):
 
 
 class Recorded:
-    """Which version of each expert was computed, and what the policy had asked for."""
+    """The computed version of each expert, and the version that the policy had requested."""
 
     def __init__(self, server):
         self.versions, self.plans = [], []
@@ -113,7 +113,7 @@ class Recorded:
 
 
 class Replayed(Policy):
-    """The versions that another server has computed, as a plan."""
+    """The versions that another server computed, as a plan."""
 
     versions: Any
 
@@ -133,7 +133,8 @@ def test_the_three_rules_of_the_cache_through_the_policy(budget):
         for plan, versions in zip(recorded.plans, recorded.versions, strict=True)
         for e, got in versions.items()
     ]
-    # Promotion: what is wanted high is never computed low. Conservative reuse: what is wanted low may be computed high.
+    # Promotion: an expert requested high is never computed low. Conservative reuse: one requested low may be computed
+    # high.
     assert (Precision.HIGH, Precision.LOW) not in pairs
     assert pairs.count((Precision.LOW, Precision.HIGH)) == stats.reuses > 0
     assert pairs.count((Precision.LOW, Precision.LOW)) > 0
@@ -168,7 +169,7 @@ def test_without_reuse_no_budget_changes_a_bit(store, low, retention):
 
 
 def test_reuse_changes_nothing_but_which_version_is_computed():
-    """Invariant 1 where the cache may serve more than was asked: the same versions give the same bits at any budget."""
+    """Invariant 1 where the cache may serve a higher version: the same versions give the same bits at any budget."""
     server = make_server(budget="40%")
     recorded = Recorded(server)
     want = run(server)
@@ -321,7 +322,7 @@ def test_what_is_in_force_can_be_asked_for():
 
 
 def learnt(server):
-    """Everything that a step leaves behind which later steps are served by, but where experts lie."""
+    """All state that a step leaves behind and that affects later steps, except where experts are."""
     table = server.cache.table
     thresholds = [threshold.tolist() for threshold in server.policy.precision.thresholds]
     return table.score.tolist(), table.used_at.tolist(), table.step.tolist(), thresholds

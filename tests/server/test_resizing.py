@@ -1,4 +1,4 @@
-"""Memory when the budget changes: what a smaller one leaves can be allocated, and a larger one is asked for first."""
+"""Memory of a budget change: a smaller budget frees memory that others can allocate, a larger one is checked first."""
 
 import re
 from types import SimpleNamespace
@@ -26,7 +26,9 @@ def rss():
 
 
 def test_what_a_smaller_budget_leaves_is_the_policies_again():
-    """Relative to what the slots took, in this process; a view that a cancelled transfer holds keeps nothing."""
+    """Bytes relative to the slots' size, in this process; a view that a cancelled transfer holds keeps nothing
+    alive.
+    """
     store = MemoryStore(make_experts(layers=2, num_experts=32, hidden=1024, intermediate=512, bits=(4, 2)))
     server = make_server(store, "100%")
     view = next(iter(server.cache.pools.values())).slots[0].packed
@@ -42,7 +44,7 @@ def test_what_a_smaller_budget_leaves_is_the_policies_again():
 
 
 def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
-    """As files are read: torch does not resize a storage that it has shared with NumPy."""
+    """Like reads of files: torch does not resize a storage that it shares with NumPy."""
     experts = make_experts()
     files = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
     server = make_server(files, "50%", low=0)
@@ -64,7 +66,7 @@ def test_a_devices_slots_are_freed_even_where_a_view_is_held():
 
 
 class Device:
-    """Memory of a device that others use as well: bytes that are free, and what computation takes of these."""
+    """Memory of a device that others use, too: free bytes, and the part that computation needs."""
 
     def __init__(self, server, free, computing=0):
         self.total = free + sum(pool.nbytes for pool in server.cache.pools.values())
@@ -81,7 +83,7 @@ class Device:
 
 
 def use(server, device):
-    """Let the slots that there are, and those to come, be in a device's memory."""
+    """Treat current and future slots as memory of a device."""
     server._parts.device_memory = server.cache.pools._device_memory = device
 
 
@@ -103,7 +105,7 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
     assert kept_by(server) == versions, "the cache is as it was"
     sentence = str(caught.value)
     assert f"12 slots would take {12 * slot} bytes of host memory; now they take {6 * slot}" in sentence
-    assert f"{4 * slot + computing - 1} are free, and computation needs {computing} of these" in sentence
+    assert f"{4 * slot + computing - 1} bytes are free, and computation needs {computing} of these" in sentence
     server.resize(int(re.search(r"expert_budget to at most (\d+) bytes", sentence)[1]))
     assert sum(server.slot_plan.slots.values()) == 9
     forward(server, 0, *random_step(1, 7, server.experts))
@@ -138,7 +140,7 @@ def test_old_memory_is_gone_before_new_memory_is_made(server, monkeypatch):
 
 
 class Torch:
-    """The calls of ``torch.cuda`` that tell of memory, over an allocator that keeps what is freed."""
+    """The calls of ``torch.cuda`` that report memory, over an allocator that keeps what is freed."""
 
     def __init__(self, monkeypatch):
         self.free, self.cached, self.calls = 1000, 300, []

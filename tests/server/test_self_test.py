@@ -1,4 +1,4 @@
-"""The self-test of kernels: right ones pass, broken ones are found, and a result is kept for what it was made for."""
+"""The self-test of kernels accepts right ones, finds broken ones, and keeps its result for the same setup."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Slots go and come back, with host memory at level 2: the same bits behind it, and the memory is really gone."""
+"""Sleep frees the slots, at level 2 host memory, too; after waking the bits are the same."""
 
 import psutil
 import pytest
@@ -56,7 +56,7 @@ def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, pa
         with pytest.raises(ConfigError, match=r"is impossible while the engine sleeps|experts are in"):
             change()
     server.wake()
-    server.wake()  # of another part of vLLM's memory
+    server.wake()  # another part of vLLM's memory
     assert host_cache.slots.nbytes == there
     assert all(map(torch.equal, ask(server, STEPS), want))
     assert not any(map(torch.any, elsewhere))
@@ -68,7 +68,7 @@ def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, m
     want = run(server, STEPS)
     server.sleep(2)
     monkeypatch.setattr("vllm_dymoe.cache.host_slots.available_host_memory", lambda: 5)
-    with pytest.raises(StoreError, match="5 are free"):
+    with pytest.raises(StoreError, match="5 bytes are free"):
         server.wake()
     monkeypatch.undo()
     monkeypatch.setattr(server._parts, "device_memory", type("Full", (), {"available": lambda self: 5})())

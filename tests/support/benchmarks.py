@@ -1,4 +1,4 @@
-"""Modules of a benchmark, which import each other by name as scripts do; several benchmarks have a report.py."""
+"""Loads modules of a benchmark, which import each other by name as scripts do; several have a report.py."""
 
 import contextlib
 import sys
@@ -12,7 +12,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @contextlib.contextmanager
 def modules_of(name: str) -> Iterator[Path]:
-    """Inside, modules of one folder of benchmarks can be imported; afterwards they are forgotten. Gives the folder."""
+    """Within the ``with`` block a benchmark folder's modules can be imported; yields the folder and unloads them
+    after.
+    """
     path, others, policies = list(sys.path), _forget(), dict(POLICIES)
     sys.path.insert(0, str(BENCHMARKS / name))
     try:
@@ -21,7 +23,7 @@ def modules_of(name: str) -> Iterator[Path]:
         _forget()
         sys.path[:] = path
         sys.modules.update(others)
-        POLICIES.clear()  # of which a benchmark may have made more known
+        POLICIES.clear()  # a benchmark may have registered more
         POLICIES.update(policies)
 
 

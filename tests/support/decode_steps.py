@@ -1,4 +1,4 @@
-"""Tables whose addresses say whose they are, random steps, and decisions on a CPU."""
+"""Tables whose addresses name their contents, random steps, and plans made on a CPU."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ COSTS = {
     "ties": [[0] * 4, [2, 1, 1, 64], [4, 2, 1, 64]],
     "few rows of high": [[0] * 4, [60, 0, 0, 64], [100, 10, 8, 2]],
 }
-"""What fetching and computing there cost, see Table.cpu_costs."""
+"""Costs of fetching an expert and of computing it on the host, see Table.cpu_costs."""
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
 
 
@@ -42,7 +42,7 @@ def make_table(
     nested=False,
     costs=None,
 ):
-    """A table whose addresses say which slot or which expert they belong to."""
+    """A table whose addresses name the slot or the expert that they belong to."""
     table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     if costs is not None:
         table.cpu_costs.copy_(torch.tensor(costs))
@@ -53,6 +53,9 @@ def make_table(
     pools = {code: [(POOL[code], 1 << 12, sum(quotas[code]) + staging)] for code in (LOW, HIGH)}
     set_pools(table, pools, quotas)
     table.reuse_high.fill_(policy.precision.reuses_high)
+    table.renormalizes.fill_(policy.precision.renormalizes)
+    table.evicts.fill_(policy.residency.evicts)
+    table.admits.fill_(policy.residency.migrating is None)
     for code, base in SOURCE.items():
         table.source[:, :, code] = base + (torch.arange(LAYERS * experts).view(LAYERS, experts) << 12)
     return table
@@ -68,7 +71,7 @@ def host_table(quotas, experts=EXPERTS, *, reuse_high=True, nested=False, costs=
 
 
 def random_step(seed, tokens=TOKENS, top_k=TOP_K, experts=EXPERTS, absent=0.1):
-    """Ids without repetition within a row, some of another rank, and weights that tie now and then."""
+    """Ids without repetition within a row, some of another rank, and weights with occasional ties."""
     rng = np.random.default_rng(seed)
     popular = rng.permutation(experts)[: rng.integers(top_k, experts + 1)]
     ids = np.stack([rng.permutation(popular)[:top_k] for _ in range(tokens)])

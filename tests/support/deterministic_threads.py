@@ -1,7 +1,7 @@
-"""Deterministic threads: one runs at a time, and at every step a seeded random number decides which one.
+"""Deterministic threads: one runs at a time, and a seeded random number chooses it at every step.
 
-They stand in for Python's locks, conditions and threads, so the transfer engine runs unchanged and the same seed gives
-the same interleaving. Time passes only when no thread can run: then one of those that wait with a timeout times out. If
+They replace Python's locks, conditions and threads, so the transfer engine runs unchanged and the same seed gives the
+same interleaving. Time passes only when no thread can run: then one of those that wait with a timeout times out. If
 there is none, that is a deadlock.
 """
 
@@ -18,10 +18,10 @@ class DeadlockError(AssertionError):
 
 
 class DeterministicThreads:
-    """Lock, Condition and Thread for the engine's ``concurrency``; used from the thread that makes it.
+    """Lock, Condition and Thread for the engine's ``concurrency``; used from the thread that creates it.
 
-    The history is told what locks order. ``restless`` is the probability of a switch where nothing forces one, and
-    ``trace`` the name of the thread that was chosen for each step.
+    The history records the order that locks impose. ``restless`` is the probability of a switch where nothing forces
+    one, and ``trace`` contains the name of the thread chosen at each step.
     """
 
     def __init__(self, history: History, seed: int, restless: float = 0.5) -> None:
@@ -47,8 +47,10 @@ class DeterministicThreads:
             self.block(lambda: True)
 
     def block(self, until: Callable[[], bool], limit: bool = False) -> bool:
-        """Return True once ``until`` holds; with a ``limit``, False if it timed out. DeadlockError if no thread can
-        run."""
+        """Wait until ``until`` holds and return True; with a ``limit``, return False on timeout.
+
+        Raises DeadlockError if no thread can run.
+        """
         me = self._runners[threading.current_thread()]
         me.until, me.limit, me.timed_out = until, limit, False
         self._pass_on()

@@ -1,4 +1,4 @@
-"""A store whose reads fail, wait or do not end, as a test says of each."""
+"""A store whose reads fail, wait or never end, as a test specifies."""
 
 import threading
 
@@ -7,8 +7,11 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION
 
 
 class FaultyStore(HostStore):
-    """Reads of a store, and what becomes of each: by its number and key "fail", "hang" (until ``gate`` is set), "cold"
-    (waits for a disk, and then delivers) or None. ``reads`` are the thread and key of every one so far."""
+    """Reads of a store, each with a fault that is chosen by its number and key.
+
+    Faults are "fail", "hang" (until ``gate`` is set), "cold" (waits for a disk, and then delivers) and None. ``reads``
+    contains the thread and the key of each read so far.
+    """
 
     description = "files in /disk"
 
@@ -25,7 +28,7 @@ class FaultyStore(HostStore):
         if action == "hang":
             self.gate.wait()
         if action == "fail":
-            destination.fill_(0xFF)  # as 16 bits a NaN: nothing may compute with it
+            destination.fill_(0xFF)  # NaN in 16 bits: nothing may compute with it
             raise StoreError("the disk is on fire")
         self._read(key, destination, projections)
 

@@ -1,9 +1,9 @@
-"""Which accesses to memory are ordered, on every interleaving that locks and events allow.
+"""Which accesses to memory are ordered, in every interleaving that locks and events allow.
 
 Each agent (a host thread or a device stream) counts its own accesses and keeps a vector clock: how far it has followed
-the others (Fidge 1988, Mattern 1989). An access is ordered behind another if its agent has followed the other's agent
-that far. Two unordered accesses to one place, at least one of them a write, are a race: on some interleaving the bytes
-are wrong, whether or not they were on this one.
+the others (Fidge 1988, Mattern 1989). An access is ordered after another if its agent has followed the other's agent
+that far. Two unordered accesses to one place, at least one of them a write, are a race: in some interleaving the bytes
+are wrong, whether or not they were in this one.
 """
 
 import threading
@@ -16,12 +16,12 @@ import torch
 
 Agent = Hashable
 Clock = Mapping[Agent, int]
-"""How many accesses of each agent precede a point."""
+"""Number of accesses of each agent that precede a point."""
 
 
 @dataclass
 class _Place:
-    """Bytes that are read and written as one: the last write, and the reads of each agent since."""
+    """Bytes that are read and written as a unit: the last write, and the reads of each agent since."""
 
     name: str
     written: dict[Agent, int] = field(default_factory=dict)
@@ -29,8 +29,10 @@ class _Place:
 
 
 class History:
-    """Accesses of all agents to the watched places; safe to call from several threads. ``races`` has a sentence for
-    each access that is not ordered behind one it must not overlap."""
+    """Accesses of all agents to the watched places; can be used by several threads.
+
+    ``races`` contains a sentence for each access that is not ordered after one that it must not overlap.
+    """
 
     def __init__(self) -> None:
         self.races: list[str] = []
@@ -48,12 +50,12 @@ class History:
             insort(self._addresses, address)
 
     def now(self, agent: Agent) -> Clock:
-        """The point that an agent has reached: behind everything it did and followed."""
+        """The point that an agent has reached: after everything it did and followed."""
         with self._lock:
             return dict(self._clocks[agent])
 
     def follow(self, agent: Agent, point: Clock) -> None:
-        """Order everything that ``agent`` does from now on behind a point."""
+        """Order everything that ``agent`` does from now on after a point."""
         with self._lock:
             clock = self._clocks[agent]
             for other, count in point.items():

@@ -2,7 +2,7 @@
 
 
 class Instead:
-    """Everything but what is given is the object's own."""
+    """Forwards all attributes to an object, except the given ones."""
 
     def __init__(self, of, **instead):
         self._of = of

@@ -1,4 +1,4 @@
-"""What a CUDA graph keeps of its capture, on a CPU: calls that are run again on the same memory."""
+"""The calls that a CUDA graph keeps of its capture, on a CPU, where a replay runs them on the same memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Launch:
-    """A call, and the tensors that it returned in the capture: whatever reads them reads what a replay computes."""
+    """A call with the tensors that it returned in the capture; readers of these see what a replay computes."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Launch:
 
 
 def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | None]) -> Callable[..., Any]:
-    """A function that stands in for a kernel: a running capture gets the call, and looks at nothing in it."""
+    """A function that replaces a kernel: a running capture records the call without looking into it."""
 
     def launched(*arguments: Any) -> Any:
         launches = capturing()
@@ -46,8 +46,7 @@ def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | 
 
 
 def decode_as_launches(put: Callable[[type, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
-    """Put launches in place of what the plain twin of the small-batch path does, by ``setattr`` or something like
-    it."""
+    """Replace parts of the small-batch path's plain twin by launches, with ``setattr`` or a similar function."""
     put(PlainKernels, "forward", as_launch(PlainKernels.forward, capturing))
     for name in ("plan", "copy", "compute", "finish"):
         put(PlainLargeBatch, name, as_launch(getattr(PlainLargeBatch, name), capturing))

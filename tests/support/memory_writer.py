@@ -1,4 +1,4 @@
-"""A store in memory without files, and its writer, for tests that only want the bytes."""
+"""A store in memory without files, and its writer, for tests that need only the bytes."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION, all_keys
 
 
 class MemoryStore(HostStore):
-    """All of it is there at once, and counts as pinned."""
+    """All of it is available at once, and counts as pinned."""
 
     whole = readable = True
     description = "host memory"
@@ -35,11 +35,11 @@ class MemoryStore(HostStore):
         self._slices = dict(zip(all_keys(experts), mine + more, strict=True))
 
     def close(self):
-        """The memory goes with the last tensor over it."""
+        """The memory is freed with the last tensor that uses it."""
 
 
 def staged(store):
-    """The same store, which lends nothing: copies go through buffers."""
+    """The same store without lending: copies go through buffers."""
     store = copy.copy(store)
     store.whole = store.readable = False
     store.hold = lambda *asked, **more: contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What a captured step must not do: ask the device for a value, or move one between device and host."""
+"""Operations that a captured step must not use: reading a value of the device, or copying between device and host."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,10 +27,10 @@ class HostInStepError(AssertionError):
 
 
 class NoHost(TorchDispatchMode):
-    """Inside, operations whose result the host has to know are refused, and every copy between device and host.
+    """Within the ``with`` block, refuse operations whose result the host needs, and copies between device and host.
 
-    Tensors of the device "meta" stand for a device where there is none: then copies to the host are seen, too, which on
-    tensors of a CPU are nothing.
+    Tensors of the device "meta" replace those of a missing device: copies to the host are then seen, too, which do
+    nothing for CPU tensors.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -40,7 +40,7 @@ class NoHost(TorchDispatchMode):
         if packet in _INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1]):
             raise HostInStepError(f"{packet} by a mask waits for the device")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # A tensor of the host without dimensions is a Python number.
+        # A host tensor without dimensions is a Python number.
         devices = {tensor.device.type for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
         if tensors and kwargs.get("device") is not None:
             devices.add(torch.device(kwargs["device"]).type)

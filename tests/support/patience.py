@@ -1,4 +1,4 @@
-"""Polling for what other threads do."""
+"""Polling for the effects of other threads."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Records what routers of the shipped model chose in decode: ``python -m tests.support.record_routing``."""
+"""Records the choices of the shipped model's routers in decode: ``python -m tests.support.record_routing``."""
 
 import tempfile
 

@@ -1,8 +1,8 @@
-"""A CPU queue on a recorded device: poller and watchdog are agents, and a history hears of every access to the ring.
+"""A CPU queue on a recorded device: poller and watchdog are agents, and a history records accesses to the ring.
 
-The device's part is the plain twin itself, whose operations on an entry are seen as torch runs them. What the poller
-computes the native library does, in a ring of its own. Two words order all of this, the number that is posted and the
-one that is answered: who writes one releases what it did before, who reads one acquires it.
+The plain twin is the device's side; its operations on an entry are recorded as torch runs them. The native library
+computes for the poller, in a ring of its own. Two words order all of this, the number posted and the number answered: a
+write to one releases what its writer did before, a read of one acquires it.
 """
 
 import random
@@ -21,16 +21,16 @@ PARTS = ("header", "calls", "ids", "x", "out")
 
 
 class RecordedCpuQueue(CpuQueue):
-    """Stands for the library, too, as the device asks for it.
+    """A CPU queue, which also replaces the library that the device's side calls.
 
     Args:
-        history: is told.
+        history: records accesses.
         turns: threads, and a pause.
-        late: probability, at each turn, that the watchdog gives up what is waited for.
+        late: probability, at each turn, that the watchdog gives up a request that is waited for.
         arguments: of a CPU queue.
 
     Attributes:
-        given_up: an answer that the device has waited for; its rows count for nothing, and their step fails.
+        given_up: whether the device has received an abandoned answer; its rows do not count, and their step fails.
     """
 
     def __init__(self, history, turns, late, *arguments, spins=False):
@@ -49,7 +49,7 @@ class RecordedCpuQueue(CpuQueue):
         return [entry[begin:end] for begin, end in pairwise((0, *queue.shape.places))]
 
     def section_of(self, tensor):
-        """The section of an entry that a tensor lies in; None for other memory."""
+        """The section of an entry that contains a tensor; None for other memory."""
         end = self.queue.shape.places[-1]
         at = tensor.data_ptr() - self._sections(0)[0].data_ptr()
         if not 0 <= at < self.queue.shape.depth * end:
@@ -113,7 +113,7 @@ class RecordedCpuQueue(CpuQueue):
         self.move_on(me, number, seen)
 
     def move_on(self, me, number, seen):
-        if self.queue.control.answered == seen:  # one thread runs at a time: compare and exchange
+        if self.queue.control.answered == seen:  # one thread runs at a time, so this is an atomic compare and exchange
             self._answered = self._history.now(me)
             self.queue.control.answered = 2 * number
 
@@ -142,12 +142,12 @@ class RecordedCpuQueue(CpuQueue):
 
 
 class DeviceAccesses(TorchFunctionMode):
-    """Tells of what the computing stream reads and writes of a ring while this is on."""
+    """While active, records which parts of a ring the computing stream reads and writes."""
 
     def __init__(self, history, cpu_queue):
         super().__init__()
         self._history, self._cpu_queue = history, cpu_queue
-        history.follow(COMPUTATION, history.now(threading.current_thread()))  # that launches it
+        history.follow(COMPUTATION, history.now(threading.current_thread()))  # of the launching thread
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         section, write = self._cpu_queue.section_of, None
@@ -159,7 +159,7 @@ class DeviceAccesses(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and write is None and section(result) is not None:
             return result  # a view
-        for tensor in () if self._cpu_queue.given_up else read:  # its rows count for nothing
+        for tensor in () if self._cpu_queue.given_up else read:  # their rows do not count
             if isinstance(tensor, torch.Tensor) and (found := section(tensor)) is not None:
                 self._history.read(COMPUTATION, found)
         if write is not None and (found := section(write)) is not None:

@@ -1,7 +1,7 @@
 """A recorded device: the real server, engine and deliveries over memory whose accesses are recorded.
 
-Copies and computation run when they are issued, so results can be compared. Whether every other interleaving would give
-the same is for the history to say: a stream follows the thread that issues its work, the events it is told to wait for,
+Copies and computation run when they are issued, so results can be compared. The history decides whether every other
+interleaving would give the same: a stream follows the thread that issues its work, the events it is told to wait for,
 and nothing else.
 """
 
@@ -24,8 +24,10 @@ COMPUTATION = "computation"
 
 
 class RecordedStore(HostStore):
-    """A store in memory whose reads are writes of the thread that asks for them, with a pause before and after each,
-    where other threads may run. A ``staged`` one lends nothing, so that copies go through buffers."""
+    """A store in memory whose reads are recorded as writes of the reading thread, with pauses for other threads.
+
+    A ``staged`` store lends nothing, so copies go through buffers.
+    """
 
     staged = False
     description = "recorded memory"
@@ -55,16 +57,16 @@ class RecordedStore(HostStore):
 
 
 class CaptureError(RuntimeError):
-    """A call to a device while a graph was captured on it."""
+    """A call to a device while a graph was being captured on it."""
 
 
 class RecordedStreams:
-    """The streams of a device, with a pause before each call, where other threads may run; an event is a point of the
-    history, and ``ended`` answers whether a copy has ended.
+    """The streams of a device, with a pause for other threads before each call.
 
-    While a graph is captured the device refuses calls from every thread, as in CUDA's capture mode "global", the
-    default of torch.cuda.graph, and one such call invalidates the capture; ``intruders`` are the threads that were
-    refused."""
+    An event is a point of the history, and ``ended`` reports whether a copy has finished. While a graph is captured the
+    device refuses calls from every thread, as in CUDA's capture mode "global", the default of torch.cuda.graph, and one
+    such call invalidates the capture; ``intruders`` are the threads that were refused.
+    """
 
     def __init__(self, history: History, pause: Callable[[], None], ended: Callable[[], bool]) -> None:
         self._history, self._pause, self._ended = history, pause, ended
@@ -102,7 +104,7 @@ class RecordedStreams:
         return ended
 
     def begun(self, event: Clock) -> None:
-        """None: a history has an order and no times."""
+        """None: a history has an order but no times."""
         return None
 
     def _issue(self, stream: Agent) -> None:
@@ -117,8 +119,10 @@ class RecordedStreams:
 
 
 def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
-    """Record which weights a kernel reads, and when, with a pause before each projection; it computes on the host, as
-    if on a stream, or, if None, on the calling thread."""
+    """Records which weights a kernel reads, and when, with a pause before each projection.
+
+    The kernel computes on the host, as if on a stream or, if None, on the calling thread.
+    """
     begin, compute = kernel.begin, kernel.compute
     current: list[LayerPlan] = []
 

@@ -1,6 +1,6 @@
-"""What routers of the shipped model chose in decode; ``record_routing`` made the file.
+"""Recorded choices of the shipped model's routers in decode; ``record_routing`` wrote the file.
 
-Two routers for 78 tokens of two answers, with weights, and all routers for 16 answers.
+It contains two routers for 78 tokens of two answers, with weights, and all routers for 16 answers.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def recorded_steps(batch):
 
 
 def recorded_streams(batch):
-    """Experts of answers that are decoded side by side, uint8 [batch, steps, layers, top_k], batch after batch."""
+    """Experts of answers that are decoded together, uint8 [batch, steps, layers, top_k], batch after batch."""
     streams = load_file(FILE)["streams"].numpy()
     for first in range(0, len(streams), batch):
         yield streams[first : first + batch]

@@ -1,4 +1,4 @@
-"""The tools of other tests find what they are for: races, deadlocks, and the host in a captured step."""
+"""The tools of other tests find what they exist to find: races, deadlocks, and use of the host in a captured step."""
 
 import threading
 
@@ -29,7 +29,7 @@ def test_a_read_has_to_follow_the_write(history, memory):
     history.read("compute", memory[4:])
     assert history.races == ["the compute stream reads bytes 4 to 8 of slot 0 while the copy stream may still write it"]
     history.follow(threading.current_thread(), history.now("copy"))
-    history.follow("compute", history.now(threading.current_thread()))  # order passes through others
+    history.follow("compute", history.now(threading.current_thread()))  # order is transitive
     history.read("compute", memory)
     assert len(history.races) == 1
 
@@ -67,7 +67,7 @@ def run(scheduler, *targets):
 
 
 def count(seed, locked):
-    """Two threads add to a number three times each, with or without a lock; what is lost, and the races."""
+    """Two threads increment a number three times each, with or without a lock; returns lost updates and races."""
     history, number = History(), torch.zeros(1)
     history.watch(number, "the number", [slice(0, 4)])
     scheduler = DeterministicThreads(history, seed)

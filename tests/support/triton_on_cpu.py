@@ -1,9 +1,9 @@
-"""A pytest plugin (``-p tests.support.triton_on_cpu``) under which vLLM's CPU build serves with Model Runner V2.
+"""A pytest plugin (``-p tests.support.triton_on_cpu``) with which vLLM's CPU build uses Model Runner V2.
 
 V2 is vLLM's default wherever Triton is active, so on every GPU. A CPU build asks Triton for a backend called "cpu",
-which only a fork of Triton has, and falls back to V1 without one. Triton's interpreter runs every kernel in NumPy,
-though, ours and vLLM's, and never asks a backend to compile: an entry of that name is all that is missing. It has to be
-there before vLLM is imported, as a plugin of pytest is. The kernels are slow, and right.
+which only a fork of Triton has, and otherwise falls back to V1. But Triton's interpreter runs every kernel in NumPy,
+the plugin's and vLLM's, and never asks a backend to compile, so an entry of that name suffices. It must exist before
+vLLM is imported, which a pytest plugin can ensure. The kernels are slow, but right.
 """
 
 import os
@@ -18,7 +18,7 @@ from triton.backends import backends  # noqa: E402
 class NoDriver:
     @staticmethod
     def is_active() -> bool:
-        """Triton has no active driver to choose."""
+        """Return False, so that Triton finds no active driver."""
         return False
 
 

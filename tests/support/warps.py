@@ -1,10 +1,10 @@
 """Triton's interpreter with warps: every warp of every program runs a kernel's statements at its own pace.
 
-The interpreter runs a program's statements one after the other, on whole vectors; so it cannot see what one warp loads
-before or after another one has stored. Here each warp runs all statements, which is what warps do that hold the same
-elements, and stores only elements of its own. At each load and store a seeded random number decides which warp goes on;
-barriers and atomic operations order them as they do on a card. If outcomes differ from the interpreter's own there is a
-race, and so there is if warps come to wait for ever.
+The interpreter runs a program's statements one after another, on whole vectors, so it cannot see what one warp loads
+before or after another one has stored. Here each warp runs all statements, like warps that hold the same elements, and
+stores only its own elements. At each load and store a seeded random number chooses the warp that continues; barriers
+and atomic operations order them as on a card. There is a race if results differ from the interpreter's own, or if warps
+wait forever.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class _Program:
 
 
 class _Own(threading.local):
-    """The warp that a thread is: its program, its number, and how many atomic operations it has come to."""
+    """The warp of a thread: its program, its number, and the number of its atomic operations so far."""
 
     program: _Program
     number = 0
@@ -38,7 +38,7 @@ class _Own(threading.local):
 
 
 class _Warps:
-    """What stands in for the interpreter's own loads, stores, barriers and launches."""
+    """Replacements for the interpreter's own loads, stores, barriers and launches."""
 
     def __init__(self, seed: int, warps: int, restless: float, *, barriers: bool) -> None:
         self._threads, chosen, self._own = DeterministicThreads(History(), seed, restless), random.Random(seed), _Own()
@@ -50,8 +50,11 @@ class _Warps:
         )  # fmt: skip
 
     def _owner(self, size: int) -> Any:
-        """Of each element: a piece for each warp, or short strips in turn. Where all warps hold an element the value of
-        any may be the one that is stored, since sums and other layouts mix what they have loaded."""
+        """The warps of each element: one piece per warp, or short strips in turn.
+
+        Where all warps hold an element, any warp's value may be stored, since sums and other layouts mix what they have
+        loaded.
+        """
         place = np.arange(size)
         if size == 1:
             return place + self._scalars
@@ -77,7 +80,7 @@ class _Warps:
             self._threads.block(lambda: program.generation != generation)
 
     def create_atomic_rmw(self, *arguments: Any) -> Any:
-        """One thread does it, and tells all."""
+        """One thread runs it, and returns the result to all."""
         own = self._own
         program, number, own.atomics = own.program, own.atomics, own.atomics + 1
         self._threads.pause()
@@ -119,7 +122,9 @@ class _Warps:
 
 @contextlib.contextmanager
 def random_warps(seed: int, warps: int = 4, *, barriers: bool = True, restless: float = 0.5) -> Iterator[None]:
-    """Launches inside run with so many warps, in an order that follows from the seed; without barriers if asked to."""
+    """Within the ``with`` block, launches run with this many warps in an order given by the seed, optionally without
+    barriers.
+    """
     made = _Warps(seed, warps, restless, barriers=barriers)
     with contextlib.ExitStack() as stack:
         launch = lambda executor, *given, **named: made.launch(executor, *given, **named)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Recording: what steps choose is what is read back, whatever happens to the process, and never more than allowed."""
+"""Recording: the steps' choices are read back, whatever happens to the process, within the size limit."""
 
 import multiprocessing
 from dataclasses import replace
@@ -33,7 +33,7 @@ def columns(tokens, seed):
 
 
 def run(recorder, spans, seed, *, first=0, layers=range(3), predictions=False, gates_right=True, number=0):
-    """One step; its tensors are poisoned as soon as they were handed over."""
+    """Record one step, and overwrite its tensors as soon as they were handed over."""
     tokens = sum(span.tokens for span in spans)
     recorder.begin()
     for layer in layers:
@@ -43,7 +43,7 @@ def run(recorder, spans, seed, *, first=0, layers=range(3), predictions=False, g
         chosen = {"weights": weights, "router_inputs": x, "next_gate": next_gate}
         recorder.record(layer, ids, **chosen, fates=fates)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
-    position = torch.arange(first, first + tokens + 3)  # vLLM's is as long as its buffer
+    position = torch.arange(first, first + tokens + 3)  # vLLM's has the length of its buffer
     recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
 
@@ -124,7 +124,7 @@ def test_a_step_that_failed_elsewhere_is_forgotten_as_long_as_it_is_not_on_disk(
 
 @pytest.mark.parametrize("tells", ["this step", "the next step", "a step behind a part"])
 def test_what_wrong_gates_said_is_left_out(tmp_path, tells):
-    """Gates are found to be wrong in the step that asks them, or later, when a part may be on disk already."""
+    """A gate is found to be wrong in the step that uses it, or later, when a part may already be on disk."""
     recorder, _ = make_recorder(tmp_path, inputs=True)
     run(recorder, [Span(0, 3, 3)], seed=1, predictions=True, gates_right=tells != "this step")
     if tells == "a step behind a part":
@@ -143,14 +143,14 @@ def test_steps_that_are_not_whole_are_left_out(tmp_path):
     run(recorder, [Span(0, 4, 4)], seed=1, layers=[0, 1])  # a layer is missing
     recorder.begin()
     for layer in range(3):
-        recorder.record(layer, **columns(4 - layer // 2, layer))  # the step was cut up
+        recorder.record(layer, **columns(4 - layer // 2, layer))  # the step was split
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     recorder.begin()
     for layer in range(3):
         recorder.record(layer, **columns(4, layer))
-    recorder.end([Span(0, 3, 4)], torch.arange(4))  # a request's token
+    recorder.end([Span(0, 3, 4)], torch.arange(4))  # one request's token
     for layer in range(3):
-        recorder.record(layer, **columns(4, layer))  # no step: vLLM warms up
+        recorder.record(layer, **columns(4, layer))  # without a step: vLLM warms up
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     run(recorder, [Span(0, 2, 4)], seed=5)
     recorder.flush()
@@ -159,7 +159,7 @@ def test_steps_that_are_not_whole_are_left_out(tmp_path):
 
 def test_parts_come_by_size_and_by_time(tmp_path):
     recorder, _ = make_recorder(tmp_path, part_bytes=200)
-    for step in range(8):  # 23 bytes a token
+    for step in range(8):  # 23 bytes per token
         run(recorder, [Span(0, 5, 5)], seed=step)
         if step % 2:
             assert becomes(lambda step=step: len(list(tmp_path.glob("*.safetensors"))) == (step + 1) // 2)
@@ -214,7 +214,7 @@ def test_a_disk_that_refuses_ends_the_recording_and_nothing_else(tmp_path, monke
     recorder.close()
     assert not recorder.recording
     assert len(said) == 1
-    assert "cannot be recorded any further" in said[0]
+    assert "recording of the trace has stopped" in said[0]
     assert fault in said[0]
     assert not list(tmp_path.glob("folder/*"))
 
@@ -244,6 +244,6 @@ def record_and_return(folder):
 def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
     process = multiprocessing.get_context(method).Process(target=record_and_return, args=(tmp_path,))
     process.start()
-    process.join(300)  # a new one imports torch, on a machine that may be busy
+    process.join(300)  # the new process imports torch, on a machine that may be busy
     assert process.exitcode == 0
     assert Trace.load(tmp_path).num_tokens == 3

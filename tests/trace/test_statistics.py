@@ -1,4 +1,4 @@
-"""Each number that a trace shows, against the plainest way to count it."""
+"""Each statistic of a trace against the plainest way to count it."""
 
 import torch
 from hypothesis import given, settings

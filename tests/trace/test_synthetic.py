@@ -1,4 +1,4 @@
-"""Made-up traces have what was asked for."""
+"""Synthetic traces have the requested properties."""
 
 import pytest
 import torch

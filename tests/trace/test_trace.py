@@ -1,4 +1,4 @@
-"""A trace and its files: what is saved is loaded, and what is damaged or foreign is refused by name."""
+"""A trace and its files: loading returns what was saved, and damaged or foreign files are refused by name."""
 
 import json
 from dataclasses import replace
@@ -83,13 +83,13 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     (tmp_path / names[0]).write_bytes((tmp_path / "a.safetensors").read_bytes()[:100])
     (tmp_path / "notes.txt").write_text("mine")
-    assert_same(Trace.load(tmp_path), trace)  # what is still being written is left alone
+    assert_same(Trace.load(tmp_path), trace)  # a file that is still being written is ignored
 
 
 def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what_was_computed_twice():
     trace = make_trace(tokens=9)
     request = torch.tensor([0, 1, 0, 0, 1, 0, 0, 3, 1], dtype=torch.int32)
-    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # 0 at 1 and 1 at 1 come twice
+    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # 0 at 1 and 1 at 1 occur twice
     trace = replace(trace, request=request, position=position)
     assert [rows.tolist() for rows in trace.by_request()] == [[0, 5, 3, 6], [1, 8], [7]]
     assert trace.in_order().tolist() == [0, 5, 3, 6, 1, 8, 7]
@@ -104,8 +104,8 @@ def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what
     [
         ("experts", torch.zeros(7, 3, 2, dtype=torch.int32), r"experts are torch.int32 \[7, 3, 2\]"),
         ("experts", torch.zeros(7, 2, 2, dtype=torch.uint8), r"need torch.uint8 \[7, 3, 2\]"),
-        ("experts", torch.full((7, 3, 2), 6, dtype=torch.uint8), "an expert is 6 where a layer has 6"),
-        ("next_gate", torch.full((7, 2, 2), 6, dtype=torch.uint8), "an expert is 6 where a layer has 6"),
+        ("experts", torch.full((7, 3, 2), 6, dtype=torch.uint8), "an expert is 6, but a layer has 6"),
+        ("next_gate", torch.full((7, 2, 2), 6, dtype=torch.uint8), "an expert is 6, but a layer has 6"),
         ("weights", torch.zeros(6, 3, 2).half(), "weights are"),
         ("position", torch.full((7,), -1, dtype=torch.int32), "negative"),
         ("request", torch.full((7,), -1, dtype=torch.int32), "negative"),
@@ -157,7 +157,7 @@ def header_with(**changes):
         ({"kind": "something else"}, "is not a trace of vllm-dymoe"),
         ({"header": header_with(format=TRACE_FORMAT + 1)}, f"has format {TRACE_FORMAT + 1}"),
         ({"header": header_with(num_layers=4)}, r"need torch.uint8 \[7, 4, 2\]"),
-        ({"header": header_with(num_experts=3)}, "where a layer has 3"),
+        ({"header": header_with(num_experts=3)}, "but a layer has 3"),
         ({"header": header_with(top_k=None)}, "cannot be read as a trace"),
         ({"header": header_with(num_layers="3")}, "num_layers is '3'"),
         ({"header": "[]"}, "cannot be read as a trace"),
@@ -191,7 +191,7 @@ def test_nothing_to_read_is_said(tmp_path):
     ("other", "message"),
     [
         (make_trace(replace(HEADER, fingerprint="another")), r"b\.safetensors is of a model, fingerprint another.*own"),
-        (make_trace(inputs=True), r"have not the same tensors \(router inputs on and off"),
+        (make_trace(inputs=True), r"have different tensors \(router inputs on and off"),
     ],
 )
 def test_traces_that_differ_are_not_joined(tmp_path, other, message):

@@ -1,4 +1,4 @@
-"""What the plugin says, for tests that listen."""
+"""Captures the plugin's log lines, for tests that check them."""
 
 import logging
 

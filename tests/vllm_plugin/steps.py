@@ -1,4 +1,4 @@
-"""Steps as vLLM's scheduler describes them, and a rank that runs them without the vLLM around it."""
+"""Steps as vLLM's scheduler describes them, and a rank that runs them without an engine."""
 
 from types import SimpleNamespace
 
@@ -16,14 +16,14 @@ def prompt(name, tokens, computed=0):
 
 
 def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=None):
-    """A step of requests "a", "b", ... that compute so many tokens each.
+    """A step of requests "a", "b", ... that compute the given numbers of tokens.
 
     Args:
-        drafted: how many of them are drafted, by request.
-        new: what the scheduler says of requests that are new.
-        reading: names of those that were scheduled before and have not answered yet.
-        finished: names of those that have ended.
-        computed: by request how many tokens were computed before.
+        drafted: number of drafted tokens, by request.
+        new: the scheduler's data of new requests.
+        reading: names of requests that were scheduled before and have not answered yet.
+        finished: names of requests that have ended.
+        computed: number of tokens computed before, by request.
     """
     counts = dict(zip("abcdefghijkl", tokens, strict=False))
     names = [name for name in counts if name not in {request.req_id for request in new}]

@@ -1,4 +1,4 @@
-"""The activations that we make of a layer's configuration, against what vLLM's own layers compute."""
+"""Activations that the plugin derives from a layer's configuration, against those of vLLM's own layers."""
 
 from types import SimpleNamespace
 

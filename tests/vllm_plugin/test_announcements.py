@@ -1,4 +1,4 @@
-"""The lines at start."""
+"""The lines that the plugin logs at start."""
 
 import re
 
@@ -41,13 +41,13 @@ AHEAD = {"policy": "layer-prefetch"}
 @pytest.mark.parametrize(
     ("slots", "options", "said"),
     [
-        (LAYERS + STAGING - 1, {}, "with 3 slots in the high precision some layers keep no expert at all"),
-        (LAYERS + STAGING - 1, LOW, "with 3 slots in the low precision some layers keep no expert at all"),
-        (LAYERS * (TOP_K - 1) + STAGING, {}, "a layer keeps 1 experts of the high precision but one token uses 2"),
+        (LAYERS + STAGING - 1, {}, "with 3 slots in the high precision some layers keep no expert"),
+        (LAYERS + STAGING - 1, LOW, "with 3 slots in the low precision some layers keep no expert"),
+        (LAYERS * (TOP_K - 1) + STAGING, {}, "a layer keeps 1 experts of the high precision, but one token uses 2"),
         (LAYERS * TOP_K + STAGING, {}, None),
         (LAYERS * EXPERTS, {}, None),
-        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # which keeps none because it was asked to
-        (LAYERS * EXPERTS, AHEAD, 'policy "layer-prefetch" fetches nothing ahead while experts come from memory'),
+        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # keeps none, as requested
+        (LAYERS * EXPERTS, AHEAD, 'policy "layer-prefetch" prefetches nothing while experts come from memory'),
         (LAYERS * EXPERTS, AHEAD | {"link_gbps": 1.0}, None),
     ],
 )
@@ -61,7 +61,7 @@ def test_settings_that_work_badly_are_a_warning(store, slots, options, said):
 def test_a_token_uses_a_ranks_part_of_the_experts_that_its_router_names():
     store = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=4))
     keeps_two = server_with(store, LAYERS * 2 + STAGING)
-    assert "keeps 2 experts of the high precision but one token uses 4, so" in warnings(keeps_two)[0]
+    assert "keeps 2 experts of the high precision, but one token uses 4, so" in warnings(keeps_two)[0]
     assert warnings(keeps_two, expert_ranks=2) == []
     keeps_one = server_with(store, LAYERS + STAGING)
     assert "one token uses 2 here on average, so" in warnings(keeps_one, expert_ranks=2)[0]
@@ -93,7 +93,10 @@ def test_the_first_line_says_what_is_active(store):
         ),
         ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch none in steps of up to 16 tokens, the next"),
         ({"policy": "layer-prefetch", "link_gbps": 1.0}, "prefetch all of the next layer in steps of up to 16 tokens"),
-        ({"policy": "firm"}, "; policy firm; prefetch none, because the cores that would copy compute; high"),
+        (
+            {"policy": "firm"},
+            "; policy firm; prefetch none, because the cores that would copy experts also compute; high",
+        ),
         (
             {"policy": "duoserve", "link_gbps": 1.0, "planning": "host"},
             "; policy duoserve; prefetch popularity, because no predictor was given; high",

@@ -1,4 +1,4 @@
-"""The automatic budget against vLLM's own account of its KV cache, and its own refusal."""
+"""The automatic budget against vLLM's own sizing of its KV cache, and against vLLM's own refusal."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ CUDA = torch.device("cuda")
 
 
 class Layer(AttentionLayerBase):
-    """One attention layer of a model, as vLLM keeps it."""
+    """One attention layer of a model, as vLLM describes it."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -60,7 +60,7 @@ def config(monkeypatch):
         monkeypatch.setattr(type(config.model_config), name, lambda self, value=value: value)
     monkeypatch.setattr(type(config.model_config), "get_num_attention_heads", lambda self, parallel: 32)
     monkeypatch.setattr(type(config.model_config), "get_num_kv_heads", lambda self, parallel: 4)
-    if hasattr(config.cache_config, "kv_cache_layout"):  # which the engine's core decides
+    if hasattr(config.cache_config, "kv_cache_layout"):  # chosen by the engine core
         config.cache_config.kv_cache_layout = "LBNHC"
     layers = {f"model.layers.{number}.attn": Layer(full()) for number in range(LAYERS)}
     monkeypatch.setattr(config.compilation_config, "static_forward_context", layers)
@@ -99,7 +99,7 @@ def test_the_cache_is_as_large_as_vllm_says_and_no_larger(config):
 
 
 def test_layers_of_several_kinds_fill_up_their_groups(config):
-    """Eight layers that see everything and seventeen that see a window: groups of eight, the last with one layer."""
+    """Eight layers with full attention and seventeen with a window: groups of eight, the last with one layer."""
     window = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16, sliding_window=1024)
     layers = {f"full.{number}": Layer(full()) for number in range(8)}
     layers |= {f"window.{number}": Layer(window) for number in range(17)}
@@ -127,7 +127,7 @@ def test_layers_that_share_or_keep_nothing_cost_nothing(config):
 def test_a_cache_that_the_user_has_sized_is_left_its_size(config, monkeypatch):
     allowed = card(monkeypatch, 24)
     config.cache_config.kv_cache_memory_bytes = GIB
-    beyond = int(0.08 * 24 * GIB)  # vLLM then goes by the card and not by gpu_memory_utilization
+    beyond = int(0.08 * 24 * GIB)  # beyond this vLLM uses the card's size instead of gpu_memory_utilization
     spare = allowed + beyond - step_shape(config, EXPERTS).nbytes
     assert automatic_budget(config, CUDA, EXPERTS, LEAST) == min(int(0.8 * spare), spare - GIB)
 

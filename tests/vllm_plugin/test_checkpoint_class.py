@@ -1,4 +1,4 @@
-"""vLLM's models ask the quantization configuration for its name and its class: ours answers as the checkpoint's own."""
+"""vLLM's models check the quantization configuration's name and class: the plugin's passes as the checkpoint's own."""
 
 import ast
 import copy
@@ -47,7 +47,7 @@ CHECKPOINTS = {
     "modelopt_mxfp8": modelopt("MXFP8", **EXCLUDED),
     "quark": QUARK,
 }
-# Classes that no checkpoint whose experts we read has.
+# Classes of methods whose experts the plugin cannot read.
 OTHERS = {
     "OnlineQuantizationConfig", "TorchAOConfig", "BitsAndBytesConfig", "GGUFConfig", "MoeWNA16Config", "HummingConfig",
     "QuantizationArgs", "QuantizationConfig", "QuantizationConfigArgs", "dict", "list", "FPQuantConfig",
@@ -57,7 +57,7 @@ OTHER_NAMES = {"bitsandbytes", "torchao", "gguf", "online"}
 
 @pytest.fixture(params=CHECKPOINTS.values(), ids=CHECKPOINTS, name="both")
 def _both(request):
-    """Ours, and vLLM's of the same checkpoint."""
+    """The plugin's configuration, and vLLM's for the same checkpoint."""
     said = request.param
     return DymoeConfig.from_config(dict(said)), get_quantization_config(_name_in_vllm(said)).from_config(dict(said))
 
@@ -74,7 +74,7 @@ def test_name_class_and_fields_are_the_checkpoints(both):
 
 
 def test_what_a_model_changes_is_what_the_dense_layers_follow(both):
-    """As Bailing-V3 and Voxtral do; and a worker process gets it."""
+    """Bailing-V3 and Voxtral do this, and a worker process receives it."""
     ours, theirs = both
     field = next((name for name, value in vars(theirs).items() if isinstance(value, list | str)), None)
     if field is not None:
@@ -99,7 +99,7 @@ def of_quantization(node):
 
 
 def asked():
-    """Classes and names that vLLM's models and layers ask a quantization configuration for."""
+    """Classes and names that vLLM's models and layers compare a quantization configuration with."""
     classes, names = {}, {}
     root = Path(vllm.__file__).parent
     for folder in ("models", "model_executor/models", "model_executor/layers/mamba"):

@@ -1,4 +1,4 @@
-"""Tokens of a step: as many as are computed while the experts come that a chunk of a prompt lacks."""
+"""Tokens of a step: as many as are computed while the link brings the experts that a chunk of a prompt misses."""
 
 from types import SimpleNamespace
 

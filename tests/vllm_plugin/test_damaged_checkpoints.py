@@ -24,10 +24,10 @@ def stem(layer, expert, projection):
 
 
 def experts(kind):
-    """Two experts of two layers, and an unquantized one of a layer behind the last, of multi-token prediction."""
+    """Two experts in two layers, and an unquantized one in a multi-token prediction layer after the last."""
     tensors = {"model.layers.8.mlp.experts.0.up_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}
     for layer in range(2):
-        if kind == "mxfp4":  # gpt-oss: all experts of a layer in a tensor
+        if kind == "mxfp4":  # gpt-oss: one tensor per layer with all experts
             made = parts_of(kind, random_matrix(kind, 64, 64))
             for name in ("gate_up_proj", "down_proj"):
                 place = f"model.layers.{layer}.mlp.experts.{name}"
@@ -45,7 +45,7 @@ def write(folder, kind, tensors, says=None):
 
 
 def places(tensors):
-    """Names of one matrix's tensors, somewhere in the middle."""
+    """Names of the tensors of one matrix in the middle of the checkpoint."""
     where = stem(1, 0, "up_proj") + "." if stem(1, 0, "up_proj") + ".weight_scale" in tensors else None
     names = [name for name in tensors if where and name.startswith(where)]
     return names or [name for name in tensors if "layers.1." in name and ("experts.0.up" in name or "gate_up" in name)]
@@ -90,7 +90,7 @@ def test_every_format_under_the_name_of_every_other_is_noticed(tmp_path, kind, s
 
 
 def in_the_cache(cache, checkpoint):
-    """A checkpoint as the hub's client has downloaded it, and the configuration of a model of that name."""
+    """A checkpoint as the hub's client downloads it, and the configuration of a model of that name."""
     revision, repository = "0" * 40, cache / "models--someone--some-model"
     snapshot = repository / "snapshots" / revision
     snapshot.parent.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_what_is_not_downloaded_yet_is_left_to_vllm(tmp_path):
 
 @pytest.mark.parametrize("name", ["more.safetensors", "dymoe-experts-00000.safetensors"])
 def test_a_link_out_of_the_folder_is_not_served(tmp_path, name):
-    """Of a hub's cache it may lead to what was downloaded, also from a folder of the user's own."""
+    """In a hub's cache a link may lead to a download, also from a folder of the user."""
     kind = "fp8-blocks"
     reader = make_reader(config_of(kind))
     (tmp_path / "model").mkdir()

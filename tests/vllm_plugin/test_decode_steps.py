@@ -1,5 +1,6 @@
-"""What stands around a step that needs no host, and that nothing of it stands inside."""
+"""The code around a step that needs no host, and that none of it runs inside the step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.executor.device_planned import device_planned_server
-from tests.executor.steps import make_server, random_step
+from tests.executor.steps import forward, make_server, random_step
 from tests.operations import Operations
+from tests.small_model import make_experts, make_store
+from tests.support.faulty_store import FaultyStore
 from tests.support.no_host import NoHost
 from tests.vllm_plugin.steps import rank_of, scheduled
+from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.small_batch import SmallBatches, StepMemory
 from vllm_dymoe.kernels import Activation
@@ -22,6 +26,7 @@ from vllm_dymoe.policies.dynaexq import DynaExq
 from vllm_dymoe.vllm_plugin import rank_server as module
 from vllm_dymoe.vllm_plugin import step as step_module
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 from vllm_dymoe.vllm_plugin.failures import FailedStep
 from vllm_dymoe.vllm_plugin.observers import Observer
 from vllm_dymoe.vllm_plugin.step import RankLayer
@@ -44,12 +49,13 @@ def server(memory_store):
 
 
 def run(rank, seed, rows, tokens=None):
-    """One step of requests of one token each; returns what its layers were given, and gave."""
+    """Run one step of requests with one token each; returns the inputs and outputs of its layers."""
     output = scheduled(*[1] * (rows if tokens is None else tokens))
     assert rank.begin_step(output)
     given = random_step(seed, rows, rank.server.experts)
     outputs = [rank.forward(layer, *given) for layer in LAYERS]
     rank.end_model(None, output, None)
+    rank.end_step(None)
     return given, outputs
 
 
@@ -59,7 +65,7 @@ def steps_of(server):
 
 @pytest.mark.parametrize("policy", ["exact", "dymoe"])
 def test_which_steps_are_wide(memory_store, policy, monkeypatch):
-    """More rows than decode kernels are for, and prompts that count otherwise; drafted tokens are none."""
+    """More rows than decode kernels support, and prompts with another measure; neither has drafted tokens."""
     server = device_planned_server(memory_store, "50%", policy)
     speculating = rank_of(server, drafted=2)
     assert speculating._decode._asks == (policy == "dymoe")
@@ -81,6 +87,14 @@ def test_which_steps_are_wide(memory_store, policy, monkeypatch):
         assert steps_of(server) == [number + 1 for number in before]
         assert speculating._decode._large is not small
         server.check_integrity()
+
+
+def test_without_overlap_every_step_is_wide(memory_store):
+    rank = rank_of(device_planned_server(memory_store, "50%", "on-demand", low=0, policy_options={"overlap": False}))
+    given, outputs = run(rank, 1, 2)
+    assert rank._decode._large
+    host = make_server(memory_store, "100%", "on-demand", low=0)
+    assert all(torch.equal(out, forward(host, layer, *given)) for layer, out in enumerate(outputs))
 
 
 def test_a_warm_up_changes_nothing(server):
@@ -123,7 +137,7 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server
 
 
 def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
-    """Small steps have no inputs that the host could read."""
+    """Small batches have no inputs that the host could read."""
     server = device_planned_server(nested_store, "75%", DynaExq(window_s=0, window_uses=0.1), low=2)
     rank = rank_of(server)
     for seed in range(6):
@@ -133,20 +147,68 @@ def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
             x, weights, ids = random_step(seed + layer.position, 100, server.experts)
             rank.forward(layer, x, weights, ids)
         rank.end_model(None, output, None)
-        rank.step.end()
+        rank.end_step(None)
     for _ in range(3):
         server.host_planned.begin_step(Phase.DECODE)
     assert server.host_planned.migration._changes is None
 
 
-def test_behind_a_draft_with_experts_the_host_decides(server, memory_store):
-    extended = rank_of(server)
-    run(extended, 1, 3)
-    extended.extend(make_server(memory_store))
-    before = steps_of(server)
-    run(extended, 2, 3)
-    assert steps_of(server) == before
-    assert sum(extended.server.stats().planned.values())
+class Passes:
+    """A model of two layers and a draft of one, whose layer runs once over a step's rows, then for a row of each
+    request.
+    """
+
+    def __init__(self, server, plans_on_device):
+        self.rank, self.plans_on_device, self.heard = rank_of(server), plans_on_device, Listener()
+        self.rank.observation.join(self.heard)
+
+    def step(self, seed, *tokens, spoil=lambda ids: ids):
+        """One step; returns the outputs of all layers, and of the step."""
+        rank, output, rows = self.rank, scheduled(*tokens), sum(tokens)
+        rank.begin_step(output)
+        given = random_step(seed, rows, rank.server.experts)
+        outputs = [rank.forward(layer, *given) for layer in LAYERS]
+        rank.end_model(None, output, None)
+        draft = RankLayer("draft.0", 2, Activation.SILU, None)
+        outputs.append(rank.forward(draft, *given))
+        x, weights, ids = random_step(seed + 100, len(tokens), rank.server.experts)
+        outputs.append(rank.forward(draft, x, weights, spoil(ids)))
+        if self.plans_on_device and len(tokens) <= SMALL_BATCH_ROWS:  # as in a graph, which nobody tells anything
+            path = rank.server.small_batches
+            path.tell(rows)
+            outputs.append(path.forward(2, x, weights, ids, Activation.SILU))
+        answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        return outputs, rank.end_step(answer)
+
+
+@pytest.mark.parametrize("policy", ["exact", "layer-prefetch", "duoserve", "dynaexq"])
+def test_a_drafts_layers_are_further_rows_of_the_table(policy):
+    low, budget = (2, "85%") if policy == "dynaexq" else (0, "40%")
+    make = lambda: join(make_store(make_experts()), make_store(make_experts(layers=1)))  # noqa: E731
+    device = Passes(device_planned_server(make(), budget, policy, low=low), True)
+    host = Passes(make_server(make(), "100%" if low == 0 else budget, policy, low=low), False)
+    assert device.rank.server.small_batches is not None
+    kept = 0
+    for seed, tokens in enumerate([(1, 1, 1), (5, 1), (30, 1, 1), (1,) * 20, (1, 1), (7,)] * 2):
+        (got, answer), (want, _) = device.step(seed, *tokens), host.step(seed, *tokens)
+        assert not isinstance(answer, FailedStep)
+        if low == 0:
+            assert all(map(torch.equal, got, want)), seed
+            assert torch.equal(got[-1], want[3]), "a replay computes the rows of its batch"
+        kept += int((device.rank.server.cache.device_table.table.precision[2] > 0).sum())
+        device.rank.server.check_integrity()
+    assert kept > 0 or policy in ("layer-prefetch", "duoserve")
+    assert {layer for layer, *_ in device.heard.heard} == {0, 1}, "observers hear of the model's layers"
+
+
+def test_a_step_fails_if_a_draft_chooses_an_expert_outside_the_model():
+    store = join(make_store(make_experts()), make_store(make_experts(layers=1)))
+    device = Passes(device_planned_server(store, "50%", low=0), True)
+    assert not isinstance(device.step(1, 1, 1)[1], FailedStep)
+    failed = device.step(2, 1, 1, spoil=lambda ids: ids.index_fill(1, torch.tensor(0), 77))[1]
+    assert isinstance(failed, FailedStep)
+    assert "MoE layer 2 (from 0) chose expert 77" in failed.failure
+    assert not isinstance(device.step(3, 1, 1)[1], FailedStep)
 
 
 class Launches:
@@ -177,7 +239,7 @@ class Wide:
 
 
 def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
-    """The operations of a layer's capture, traced with tensors that have no values."""
+    """The operations of a layer's capture, traced with tensors without values."""
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     experts = server.experts
     capturing = rank_of(server)
@@ -199,7 +261,7 @@ def test_nothing_of_ours_stands_beside_the_launches_of_a_captured_layer(server, 
     for rows in (8, 40):
         assert captured(server, Launches(), monkeypatch, rows=rows) == ["empty_like"]
     shared = captured(server, Launches(), monkeypatch, expert_map=range(13))
-    assert shared == ["_to_copy", "index", "empty_like"]
+    assert shared == ["clamp", "_to_copy", "index", "empty_like"]
 
 
 @pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])
@@ -210,12 +272,12 @@ def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows
     output = scheduled(*[1] * rows) if rows <= 3 else scheduled(rows)
     answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
 
-    def step(change):
+    def step(change, layers=LAYERS):
         rank.begin_step(output)
         x, weights, ids = random_step(1, rows, server.experts)
         ids = ids.long()
         change(ids)
-        for layer in LAYERS:
+        for layer in layers:
             rank.forward(layer, x, weights, ids)
         return rank.end_model(None, output, answer)
 
@@ -227,8 +289,61 @@ def test_a_step_with_an_expert_outside_the_model_fails_and_no_other(server, rows
     server.check_integrity()
 
 
+@pytest.mark.parametrize("rows", [2, SMALL_BATCH_ROWS + 4])
+def test_so_does_one_with_an_expert_that_cannot_be_read(memory_store, rows):
+    store = FaultyStore(memory_store)
+    server = device_planned_server(store, "50%", "exact", low=0)
+    rank, output = rank_of(server), scheduled(rows)
+
+    def step(seed):
+        rank.begin_step(output)
+        for layer in LAYERS:
+            rank.forward(layer, *random_step(seed, rows, store.experts))
+        return rank.end_model(None, output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
+
+    assert not isinstance(step(1), FailedStep)
+    store.action = lambda number, key: "fail"
+    failed = step(2)
+    assert isinstance(failed, FailedStep)
+    assert "the disk is on fire" in failed.failure
+    store.action = lambda number, key: None
+    assert not isinstance(step(2), FailedStep)
+    server.close()
+
+
+@pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])
+@pytest.mark.parametrize("wrong", [12, 13, 65537, -2, -13])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_so_does_one_whose_experts_are_shared_out_among_ranks(memory_store, rows, wrong, on_device):
+    """The number of all experts among them, which is the place of padding in vLLM's map."""
+    server = device_planned_server(memory_store, "50%") if on_device else make_server(memory_store)
+    rank, experts = rank_of(server), server.experts.num_experts
+    numbers = bounded_map(torch.tensor([*range(experts), *[-1] * (12 - experts)], dtype=torch.int32))
+    layers = [replace(layer, expert_map=numbers) for layer in LAYERS]
+    output, answer = scheduled(rows), ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+    def step(one):
+        rank.begin_step(output)
+        x, weights, ids = random_step(1, rows, server.experts)
+        ids = ids.long()
+        ids[-1, -1] = one
+        for layer in layers:
+            rank.forward(layer, x, weights, ids)
+        return rank.end_model(None, output, answer)
+
+    for one in (0, 11, -1):
+        assert step(one) is answer, "one of this rank's, another's, and padding"
+    failed = step(wrong)
+    assert isinstance(failed, FailedStep)
+    said = "expert 12 or a higher one" if wrong > 0 else "expert -2 or a lower one"
+    assert said in failed.failure
+    assert "there are 12" in failed.failure
+    assert step(0) is answer
+    server.check_integrity()
+
+
 def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
-    """vLLM begins the next step before."""
+    """vLLM begins the next step before this one has ended."""
     rank, output, answers = rank_of(server), scheduled(1, 1), []
 
     class Later(AsyncModelRunnerOutput):

@@ -1,4 +1,4 @@
-"""Dense layers that are packed while they load: what they compute, which they are, and what is refused."""
+"""Dense layers that are quantized while they load: their results, which layers they are, and what is refused."""
 
 from types import SimpleNamespace
 
@@ -92,7 +92,7 @@ def test_what_dense_cannot_do_is_refused(monkeypatch):
 
 
 class Gpu:
-    """A CUDA platform, as far as our modules look at it; vLLM itself goes on to see the CPU."""
+    """The part of a CUDA platform that the plugin reads; vLLM itself still sees the CPU."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -115,7 +115,7 @@ def on_gpu(monkeypatch):
 
 @pytest.fixture
 def vllm_config(monkeypatch):
-    """What vLLM's own methods ask for where layers are made: a configuration, a dtype, and ranks."""
+    """The configuration, dtype and ranks that vLLM's own methods need where layers are created."""
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
     before = torch.get_default_dtype()
@@ -151,13 +151,13 @@ def test_what_a_gpu_cannot_do_is_refused(on_gpu, monkeypatch):
 
 
 class Product:
-    """In place of vLLM's kernel, which a CPU may not have: [columns, rows] FP8 and a scale for each row."""
+    """Replaces vLLM's kernel, which a CPU may lack: [columns, rows] FP8 and a scale for each row."""
 
     def process_weights_after_loading(self, layer):
         assert layer.weight.dtype is torch.float8_e4m3fn
 
     def input_quant_key(self):
-        """None: the product quantizes its input by itself."""
+        """None: the product quantizes its input itself."""
 
     def apply_weights(self, layer, x, bias):
         out = x.double() @ (layer.weight.double() * layer.weight_scale.double().reshape(1, -1))
@@ -165,7 +165,7 @@ class Product:
 
 
 def test_a_head_becomes_fp8_and_gives_its_weight_back(on_gpu, vllm_config, monkeypatch):
-    """By vLLM's own method, whose rounding is compared with the 16-bit weight."""
+    """With vLLM's own method, whose rounding is compared with the 16-bit weight."""
     on_gpu(90)
     monkeypatch.setattr(dense_fp8.online_fp8(), "init_fp8_linear_kernel", lambda **given: Product())
     head = layer_of(ParallelLMHead)

@@ -1,4 +1,4 @@
-"""Quantized dense layers on a CPU, through vLLM's real layers: the checkpoint's numbers, on any processor."""
+"""Quantized dense layers on a CPU, in vLLM's real layers, return the checkpoint's numbers on any processor."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def _one_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def amx(monkeypatch):
-    """Whether vLLM finds AMX, which decides whose kernels come first: not, whatever this processor has."""
+    """Let vLLM find no AMX, whatever this processor has; AMX would change which kernels are tried first."""
     state = {"found": False}
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: state["found"])
     for name, ours in dense_kernels._REGISTERS.items():
@@ -116,7 +116,7 @@ def test_floats(kind, name):
     tensors = kinds.float_parts(kind, matrix) | {"input_scale": torch.tensor(1.0)}
     layer = load_layer(kinds.FLOATS[kind], tensors, torch.bfloat16, name)
     check(layer, matrix.dequantize(), torch.bfloat16)
-    if name == "kv_b_proj":  # MLA reads what it holds
+    if name == "kv_b_proj":  # MLA reads its weight
         read = get_and_maybe_dequant_weights(layer, torch.bfloat16)
         torch.testing.assert_close(read.float(), matrix.dequantize(), rtol=2**-7, atol=2**-8)
 

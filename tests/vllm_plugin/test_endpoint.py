@@ -1,4 +1,4 @@
-"""The HTTP routes, on an app as vLLM makes it, with an engine that answers."""
+"""The HTTP routes, on an app as vLLM creates it, with an engine that answers."""
 
 import asyncio
 import tomllib
@@ -17,7 +17,7 @@ REFUSED = "vllm-dymoe: the precision stays as it was: no."
 
 
 class Engine:
-    """Keeps what it is told; fails as vLLM's client does, with the worker's sentence behind its own words."""
+    """Records its calls; fails like vLLM's client, which puts its own words before the worker's sentence."""
 
     def __init__(self):
         self.state = {"retention": 0.75}

@@ -1,4 +1,4 @@
-"""Every way in which vLLM's models hand experts over ends in the same weights and biases."""
+"""Every way in which vLLM's models pass experts gives the same weights and biases."""
 
 import random
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ SHAPES = {
 
 
 class Layer(torch.nn.Module):
-    """What the loader sees of a RoutedExperts, and what it hands on."""
+    """The part of RoutedExperts that the loader uses, and the weights that it passes on."""
 
     layer_name = "model.layers.3.mlp.experts"
 
@@ -62,7 +62,7 @@ def random_model():
 
 
 def expected(layer, weights, biases, rank, ranks):
-    """The rank's slices: rows of gate and up, columns of down; the bias of down on the first rank only."""
+    """The rank's slices: rows of gate and up, columns of down; the first rank alone has the bias of down."""
     part = slice(rank * INTERMEDIATE // ranks, (rank + 1) * INTERMEDIATE // ranks)
     want = {}
     for (expert, projection), weight in weights.items():
@@ -76,7 +76,7 @@ def expected(layer, weights, biases, rank, ranks):
 
 
 def one_by_one(layer, weights, biases):
-    """As RoutedExperts.load_weights does."""
+    """Like RoutedExperts.load_weights."""
     for (expert, projection), weight in weights.items():
         for kind, tensor in (("weight", weight), ("bias", biases[expert, projection])):
             name = f"{'w2' if projection is Projection.DOWN else 'w13'}_{kind}"
@@ -94,7 +94,7 @@ def in_turns(tensors):
 
 
 def gpt_oss_stacks(layer, weights, biases):
-    """As GptOssModel._load_weights_other does, after it has sliced the stacks."""
+    """Like GptOssModel._load_weights_other, after it has sliced the stacks."""
     rank, ranks = layer.moe_config.moe_parallel_config.tp_rank, layer.moe_config.moe_parallel_config.tp_size
     mine = slice(layer.first, layer.first + layer.local)
     rows = slice(2 * rank * INTERMEDIATE // ranks, 2 * (rank + 1) * INTERMEDIATE // ranks)
@@ -106,7 +106,7 @@ def gpt_oss_stacks(layer, weights, biases):
 
 
 def gpt_oss_one_by_one(layer, weights, biases):
-    """As GptOssModel._try_load_streamed_expert does: transposed, gate and up in turns, not sliced."""
+    """Like GptOssModel._try_load_streamed_expert: transposed, gate and up alternating, not sliced."""
     for expert in range(EXPERTS):
         for name, matrix in (
             ("w13_weight", in_turns(weights)[expert].t()),
@@ -119,7 +119,7 @@ def gpt_oss_one_by_one(layer, weights, biases):
 
 
 def dbrx_stacks(layer, weights, biases):
-    """As DbrxForCausalLM.load_weights does: all experts one below the other, down as its transpose, and no number."""
+    """Like DbrxForCausalLM.load_weights: all experts in one matrix, down transposed, without an expert number."""
     for projection, name in ((Projection.GATE, "w1"), (Projection.UP, "v1"), (Projection.DOWN, "w2")):
         stack = stacked(weights, projection)
         matrix = (stack.transpose(1, 2) if projection is Projection.DOWN else stack).flatten(0, 1)
@@ -128,14 +128,14 @@ def dbrx_stacks(layer, weights, biases):
 
 
 def llama_stacks(layer, weights, biases):
-    """As Llama 4 does: sliced by expert before, by rows here."""
+    """Like Llama 4: sliced by expert before, by rows here."""
     for projection, shard in SHARDS.items():
         stack = stacked(weights, projection)[layer.first :][: layer.local]
         layer.w13_weight.weight_loader(layer.w13_weight, stack, "model.w13_weight", shard, layer.first)
 
 
 def without_a_gate(layer, weights, biases):
-    """As models with ReLU^2 do: the first matrix is up."""
+    """Like models with ReLU^2: the first matrix is up."""
     weights = {place: weight for place, weight in weights.items() if place[1] is not Projection.GATE}
     for (expert, projection), weight in weights.items():
         name, shard = ("w2_weight", "w2") if projection is Projection.DOWN else ("w13_weight", "w1")
@@ -278,7 +278,7 @@ def test_quantized_experts_of_a_whole_layer_in_one_tensor_are_refused():
 
 
 GATE, UP, DOWN = Projection
-MX_WIDTH = 160  # five groups of 32: no two ranks have equally many
+MX_WIDTH = 160  # five groups of 32: ranks get different numbers of them
 
 
 def mx_layer(width):
@@ -286,7 +286,7 @@ def mx_layer(width):
 
 
 def load_stack(layer, name, tensor, expert=None):
-    """As GptOssModel's loader calls it."""
+    """Calls the loader as GptOssModel does."""
     param = getattr(layer, name)
     param.weight_loader(param, tensor, weight_name=f"x.{name}", shard_id=None, expert_id=expert)
 
@@ -312,7 +312,7 @@ def test_every_rank_has_its_groups_and_zeros_behind_them(ranks):
     for rank in range(ranks):
         begin, end = min(rank * width, MX_WIDTH), min((rank + 1) * width, MX_WIDTH)
         if begin == end:
-            continue  # the fourth of four ranks has nothing
+            continue  # the fourth of four ranks gets nothing
         layer = mx_layer(width)
         load_stack(layer, "w13_weight_scale", scales[:, 2 * begin : 2 * end])
         load_stack(layer, "w13_bias", bias[:, 2 * begin : 2 * end])
@@ -343,13 +343,13 @@ def test_half_a_layer_and_damage_are_sentences():
         layer.loader.check_complete()
     with pytest.raises(ConfigError, match=r"gate projection of expert 0 .* scales has shape"):
         load_stack(layer, "w13_weight_scale", scales[:, :, :1])
-    with pytest.raises(ConfigError, match="is one expert's, and a mxfp4 checkpoint holds all"):
+    with pytest.raises(ConfigError, match="is one expert's, but a mxfp4 checkpoint holds all"):
         load_stack(layer, "w13_weight", codes[0], expert=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_experts_may_move_every_rank_takes_all_and_no_copy_of_them(rank):
-    """vLLM counts redundant experts behind the last one, and hands the same weights over for them."""
+    """vLLM numbers redundant experts after the last one, and passes the same weights for them."""
     layer = Layer(expert_rank=rank, expert_ranks=2, bias=False)
     layer.loader = ExpertLoader(layer, (layer.loader._store, 3), HIDDEN, INTERMEDIATE, all_experts=EXPERTS)
     layer.loader.register(layer, torch.bfloat16, bias=False)

@@ -1,4 +1,4 @@
-"""Finding gates in blocks of many shapes, and seeing through one that is not the gate."""
+"""Finding gates in blocks of many shapes, and detecting a layer that is not the gate."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ HIDDEN, EXPERTS, TOP_K = 12, 8, 2
 
 
 class Experts(nn.Module):
-    """As much of vLLM's RoutedExperts as matters."""
+    """The relevant part of vLLM's RoutedExperts."""
 
     def __init__(self):
         super().__init__()
@@ -26,16 +26,16 @@ class Experts(nn.Module):
         self.expert_map = None
         self.scoring_func, self.e_score_correction_bias = "softmax", None
         self.use_grouped_topk, self.num_expert_group, self.topk_group = False, None, None
-        self.inside = nn.Linear(HIDDEN, EXPERTS)  # whatever is part of the experts is not their gate
+        self.inside = nn.Linear(HIDDEN, EXPERTS)  # a part of the experts is not their gate
 
 
 class Replicated(nn.Module):
-    """vLLM's linear layers have these names, may have no weight after loading, and answer with a pair."""
+    """vLLM's linear layers have these names, may have no weight after loading, and return a pair."""
 
     def __init__(self):
         super().__init__()
         self.input_size, self.output_size, self.params_dtype = HIDDEN, EXPERTS, torch.float32
-        self.linear = [nn.Linear(HIDDEN, EXPERTS)]  # hidden in a list: not a part
+        self.linear = [nn.Linear(HIDDEN, EXPERTS)]  # a layer inside a list is not a submodule
 
     def forward(self, x):
         assert x.dtype == self.params_dtype
@@ -84,7 +84,7 @@ def below():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", [above, beside, below])
 def test_a_gate_is_found_wherever_it_lies(place, dtype):
-    """The input's dtype need not be the gate's."""
+    """The input's dtype may differ from the gate's."""
     assert_found(*place(), dtype)
 
 
@@ -142,7 +142,8 @@ def test_a_gate_that_chooses_otherwise_is_found_out():
     ("scoring", "logits", "near", "wrong"),
     [
         ("softmax", [-1.2036, -1.204, -1.609, -1.6099, -9.2], ([0, 1], [1]), [2]),
-        # Llama-4 on a CPU: vLLM chose the first of two experts whose logits are 2.2; ours for 0.87 of the input differ.
+        # Llama-4 on a CPU: vLLM chose the first of two experts with logits of 2.2; the plugin's logits of 0.87 times
+        # the input differ.
         ("softmax", [1.90625, 1.921875, 0.625], ([0],), [2]),
         ("sigmoid", [1.90625, 1.921875, 0.625], ([0],), [2]),
     ],
@@ -165,7 +166,7 @@ def test_a_correction_that_vllm_does_not_apply_is_dropped():
 
 
 class Rank:
-    """Prefetch on a rank with these blocks, and what became of it."""
+    """A rank that prepares prefetching with these blocks, and the outcome."""
 
     def __init__(self, blocks, **options):
         self.predictor_observer, self.observation = PredictorObserver(Options(**options)), Observation()
@@ -216,7 +217,7 @@ def test_a_gate_that_is_not_there_or_chooses_otherwise_gets_a_sentence_and_no_pr
     assert rank.observation.observers == ()
     (sentence,) = warnings()
     reason = "that was found for model" if there else "of model.layers.0.mlp.experts cannot be used: 2 linear"
-    assert f'policy "exact" fetches nothing ahead, because the gate {reason}' in sentence
+    assert f'policy "exact" prefetches nothing, because the gate {reason}' in sentence
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_policies_without_gates_look_for_none(options, foresees, warnings):
 
 
 def test_rows_that_are_not_finite_say_nothing_about_a_gate():
-    """One request of NaN at the start, and nothing would ever be fetched ahead again."""
+    """One request of NaN at the start would otherwise end prefetching for good."""
     rank, x = Rank([good], policy="exact"), torch.randn(8, HIDDEN)
     ids = rank.blocks[0].gate(x).topk(TOP_K).indices
     x[1:], ids[1:], weights = float("nan"), (ids[1:] + 1) % EXPERTS, torch.ones(ids.shape)

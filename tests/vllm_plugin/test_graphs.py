@@ -1,4 +1,4 @@
-"""Which CUDA graphs run, and that a MoE layer between two of them reads and writes where they do."""
+"""Which CUDA graphs run, and that a MoE layer between two of them reads and writes their buffers."""
 
 import logging
 
@@ -16,7 +16,7 @@ DEVICE = {"planning": "device", "host_store": "pinned"}
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):
-    # Set here and not by the test: vLLM writes it into the environment itself for some architectures.
+    # Set here and not by the test: vLLM itself writes it into the environment for some architectures.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
     with platform_with_graphs():
         ours = configure(dymoe, **settings)
@@ -90,7 +90,7 @@ def test_a_decode_step_is_one_graph_where_the_device_decides(settings, asked, af
         assert (OPERATOR in ours_now.splitting_ops) == piecewise, "vLLM's workers may fall back to pieces"
     if after != "FULL_DECODE_ONLY":
         return
-    ours_now.adjust_cudagraph_sizes_for_spec_decode(query)  # as a worker does
+    ours_now.adjust_cudagraph_sizes_for_spec_decode(query)  # like a worker
     dispatcher = CudagraphDispatcher(ours)
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, query)
     assert not dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
@@ -126,7 +126,7 @@ def test_breakable_graphs_are_never_full(asked, monkeypatch, said):
 
 
 def check(ours, plain, mode, *, breakable=False):
-    """What vLLM derives from the mode is what it would have derived, had it been asked for this mode."""
+    """vLLM derives from the mode what it would have derived if the user had requested this mode."""
     settings = ours.compilation_config
     assert settings.cudagraph_mode == mode
     assert (OPERATOR in settings.splitting_ops) == (mode == CUDAGraphMode.PIECEWISE and not breakable)

@@ -1,4 +1,4 @@
-"""The live page in a browser without a window, over the routes and a server that computes."""
+"""The live page in a headless browser, over the routes and a server that computes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ KEY = "secret"
 
 
 class Engine:
-    """Calls the worker's methods as vLLM's client does, and has a step before each look."""
+    """Calls the worker's methods as vLLM's client does, with a step before each call."""
 
     def __init__(self, rank):
         self.rank, self.steps, self.down = rank, 0, False
@@ -83,7 +83,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, address):
-    """The page after its reader has given the key; an error in its console fails the test."""
+    """The page after its reader entered the key; an error in its console fails the test."""
     page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)

@@ -1,4 +1,4 @@
-"""What the workers count: as Prometheus metrics, as a line in the log, and as a summary for users of ``LLM()``."""
+"""The workers' counts as Prometheus metrics, as a log line, and as a summary for users of ``LLM()``."""
 
 import asyncio
 from dataclasses import fields, replace
@@ -128,7 +128,7 @@ def test_no_worker_is_asked_where_nothing_is_to_say(options):
 
 
 def test_counts_that_cannot_be_had_stop_nothing(warnings):
-    """An exception here would end vLLM's logging, and in LLM() the step."""
+    """An exception here would end vLLM's logging and, in LLM(), the step."""
     engine = Engine()
     engine.collective_rpc = lambda method, timeout: 1 / 0
     asyncio.run(patches._do_log_stats(original, engine))
@@ -176,7 +176,7 @@ def test_every_rank_is_summarized():
             (
                 "served high   75.0% of 4 choices",
                 "moves         6 published, 1 late; the link worked 0.50 s for them",
-                "windows       3, 50.0% of 4 high experts exchanged in each",
+                "windows       3, 50.0% of 4 high experts replaced in each",
             ),
         ),
     ],

@@ -1,4 +1,4 @@
-"""Models of ModelScope and of object stores come through vLLM's own resolvers; stubs stand for the services."""
+"""Models from ModelScope and object stores arrive through vLLM's own resolvers; stubs replace the services."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ MIXTRAL = {
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """A stub of ModelScope that has one model, and what it is asked for; nobody asks the Hugging Face hub."""
+    """A stub of ModelScope with one model, which records requests; nothing contacts the Hugging Face hub."""
     calls = []
 
     def snapshot_download(model_id, **choice):
@@ -58,7 +58,7 @@ def asked(monkeypatch, tmp_path):
 
 
 def with_experts(folder, kind="awq"):
-    """Tensors of two layers' experts of a kind, the last of which may have 16 bits."""
+    """Tensors of two layers' experts of a kind; the last layer may have 16 bits."""
     folder.mkdir(parents=True)
     names = [
         f"model.layers.{n}.mlp.experts.0.{p}.weight" for n in range(2) for p in ("gate_proj", "up_proj", "down_proj")
@@ -83,7 +83,7 @@ def test_modelscope_has_the_files(asked, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         check_checkpoint(config, quantization.reader)
     shutil.rmtree(folder)
-    check_checkpoint(config, quantization.reader)  # left to vLLM, which has not downloaded it yet
+    check_checkpoint(config, quantization.reader)  # vLLM has not downloaded it yet, and checks it later
 
 
 @pytest.fixture

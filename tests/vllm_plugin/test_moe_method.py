@@ -1,7 +1,7 @@
-"""A MoE layer between two CUDA graphs, without an engine: pieces that vLLM has cut, and vLLM's breakable graphs.
+"""A MoE layer between two CUDA graphs, without an engine: vLLM's compiled pieces and its breakable graphs.
 
-The layer is a number that the host changes from step to step, as it does with residency: what a graph has captured of
-it is the number of its capture.
+The layer is a number that the host changes from step to step, as it changes residency: a graph that captured the layer
+would keep the number of its capture.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ STEPS = (1.0, 2.0, 5.0)
 
 
 def make_layer(*, shared):
-    """A runner of ours, as far as operators and ``entry_with_buffers`` look at it."""
+    """A runner of the plugin, with the attributes that operators and ``entry_with_buffers`` read."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
@@ -44,7 +44,7 @@ def make_layer(*, shared):
 
 
 def make_model(entry, *, shared):
-    """A piece, the layer, and a piece that needs what the layer returned and what the first piece did."""
+    """A piece, the layer, and a piece that uses the results of both."""
     from vllm.utils.torch_utils import LayerName
 
     def model(x):
@@ -63,7 +63,7 @@ def make_model(entry, *, shared):
 def expected(x, number, *, shared):
     hidden = torch.sin(x)
     latent = hidden[:, : HIDDEN // 2]
-    out = latent * number + (latent + 1)  # in the layer's order: sums close to zero differ by it
+    out = latent * number + (latent + 1)  # in the layer's order: sums close to zero depend on it
     return torch.cat([out * 3, hidden - number, hidden], 1) if shared else torch.cat([out, hidden], 1)
 
 
@@ -86,7 +86,7 @@ def context(layer, *, graphs=True):
 
 
 def vllms_operator(*, shared):
-    """What vLLM's runner takes on a GPU."""
+    """The operator that vLLM's runner uses on a GPU."""
     return torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
 
 
@@ -122,7 +122,7 @@ def run_steps(model, layer, x, *, shared):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
-    """And vLLM's does not: the harness sees the fault that there was."""
+    """vLLM's own operator is wrong here: the harness detects the original fault."""
     from vllm_dymoe.vllm_plugin.graphs import OPERATOR
     from vllm_dymoe.vllm_plugin.moe_method import entry_with_buffers
 
@@ -142,14 +142,16 @@ def test_layers_without_graphs_keep_vllms_operator():
     layer = make_layer(shared=False)
     with context(layer, graphs=False):
         assert entry_with_buffers(layer) is None
-    layer.routed_experts.quant_method = object()  # a model that is not ours
+    layer.routed_experts.quant_method = object()  # a model that the plugin does not serve
     with context(layer):
         assert entry_with_buffers(layer) is None
 
 
 class Tape(TorchDispatchMode):
-    """A stream on which captures record: every operator that reaches the device, and none of what the host does, whose
-    operators are given with their Python code."""
+    """A stream for captures: records every operator that reaches the device, and no host code.
+
+    Host operators are given with their Python code.
+    """
 
     def __init__(self, host):
         super().__init__()
@@ -185,9 +187,9 @@ class Tape(TorchDispatchMode):
 
 
 def breakable_steps(choices):
-    """Steps under vLLM's BreakableCUDAGraphWrapper: which were right, and how many breaks its capture has.
+    """Run steps under vLLM's BreakableCUDAGraphWrapper; returns which were right, and the breaks of its capture.
 
-    In a process of its own: vLLM decides at import whether its operators interrupt captures.
+    Runs in a process of its own: vLLM decides at import whether its operators interrupt captures.
     """
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     return [captured_steps(**chosen) for chosen in choices]
@@ -223,7 +225,7 @@ def captured_steps(*, ours, shared):
 
 
 def test_our_operator_interrupts_breakable_captures():
-    """And vLLM's does not: the harness sees the fault that there was."""
+    """vLLM's own operator is wrong here: the harness detects the original fault."""
     choices = [{"ours": True, "shared": False}, {"ours": True, "shared": True}, {"ours": False, "shared": False}]
     right = [True] * len(STEPS), 2, 1
     assert in_own_process(breakable_steps, choices) == [right, right, ([True, False, False], 1, 0)]

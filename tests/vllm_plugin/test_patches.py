@@ -1,4 +1,4 @@
-"""The register of patches against the installed vLLM, and against what the adapter really does."""
+"""The register of patches against the installed vLLM, and against the adapter's actual patches."""
 
 import ast
 import contextlib
@@ -51,7 +51,7 @@ def test_a_patch_is_applied_once_to_what_is_in_the_installed_vllm(patch):
 
 
 def test_on_a_gpu_the_cpu_s_worker_is_left_alone():
-    """Its module puts placeholders in the place of torch.cuda's events and streams, for every user of torch."""
+    """Its module replaces torch.cuda's events and streams by placeholders, for every user of torch."""
     program = (
         "import torch; from vllm.platforms import current_platform; events = torch.cuda.Event, torch.Event; "
         "type(current_platform).is_cpu = lambda self: False; "
@@ -67,7 +67,7 @@ def test_no_target_is_registered_twice():
 
 
 def assignments_to_vllm(source):
-    """Names of what a module sets in vLLM: calls of setattr, and attributes of anything imported from there."""
+    """Names that a module sets in vLLM: calls of setattr, and attributes of anything imported from there."""
     tree = ast.parse(source)
     imported = set()
     for node in ast.walk(tree):
@@ -112,13 +112,13 @@ def calls_of(name):
 
 
 def test_transfers_are_paused_on_every_way_to_a_capture():
-    """Methods that capture, and those that call them, up to whatever is paused."""
+    """Methods that capture, and those that call them, up to the ones that are paused."""
     calls = {name: calls_of(name) for name, method in vars(Worker).items() if inspect.isfunction(method)}
     ways = {name for name, called in calls.items() if called & CAPTURES}
     assert ways, "vLLM captures elsewhere by now"
     while more := {name for name, called in calls.items() if called & (ways - PAUSED)} - ways:
         ways |= more
-    # What is not paused itself is called by something that is.
+    # A method that is not paused itself is called by one that is.
     assert {name for name in ways if not any(name in calls[other] for other in ways)} == PAUSED
 
 

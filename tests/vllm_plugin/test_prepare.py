@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.experts.encoding import MXFP4, NESTED, STEPS
@@ -38,7 +40,7 @@ DENSE = {
 
 @pytest.fixture(autouse=True)
 def _no_options_from_outside(monkeypatch):
-    """What is exported where the tests run must not decide them."""
+    """The environment of the test run must not affect these tests."""
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         monkeypatch.delenv(name)
 
@@ -59,7 +61,7 @@ def refusal(dymoe=None, **settings):
 
 
 def with_quantization_config(folder, quantization_config):
-    """The shipped model's configuration, as a checkpoint that says how it is quantized."""
+    """The shipped model's configuration, as a checkpoint with a quantization_config."""
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     config = json.loads((MODEL / "config.json").read_text())
@@ -85,7 +87,7 @@ def test_a_trace_needs_all_layers_in_one_process(tmp_path):
 def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):
     both = {"data_parallel_size": 2, "enable_expert_parallel": True}
     configure(**both)
-    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # without meeting at experts
+    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # no dispatch of tokens between engines
     for sentence, dymoe, settings in (
         ("not through deepep_low_latency", None, both | {"all2all_backend": "deepep_low_latency"}),
         ("leave --pipeline-parallel-size out", None, both | {"pipeline_parallel_size": 2}),
@@ -106,7 +108,7 @@ def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     assert f"at least {least} bytes" in refusal({"high": bits, "expert_budget": least - 1})
 
 
-# Engines with all experts each have one copy of them.
+# Engines that hold all experts have one copy of them each.
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, settings):
     monkeypatch.setattr(prepare, "available_host_memory", lambda: 10**6)
@@ -135,7 +137,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_it_is_loaded(tmp_path,
 
 
 def test_32_bits_are_refused_before_vllm_refuses_them():
-    assert "--dtype float32 cannot be honoured" in refusal(dtype="float32")
+    assert "--dtype float32 is not supported" in refusal(dtype="float32")
 
 
 def test_a_model_without_experts_is_refused_or_left_alone(tmp_path):
@@ -153,7 +155,7 @@ def test_a_checkpoint_of_ours_needs_no_flag_and_cannot_be_contradicted(tmp_path)
     options = read_options(config, config.quant_config.checkpoint)
     assert (options.high, options.low) == (8, 2)
     message = refusal({"high": 4}, model=checkpoint, quantization=None)
-    assert "high = 4 was asked for, but this checkpoint was written with high = 8" in message
+    assert "high is 4, but this checkpoint was written with high = 8" in message
 
 
 @pytest.mark.parametrize("method", ["hqq", "fbgemm_fp8"])
@@ -191,7 +193,7 @@ def test_a_codebook_has_no_low_version_inside(codebook, nested):
 
 
 def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
-    """By default it looks at checkpoints only where nothing is quantized."""
+    """By default it checks checkpoints only where nothing is quantized."""
     assert configure().load_config.model_loader_extra_config == {"enable_weights_track": True}
     for given in ({"enable_weights_track": False}, {"enable_weights_track": True}):
         assert configure(model_loader_extra_config=given).load_config.model_loader_extra_config == given
@@ -200,3 +202,25 @@ def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
     assert found == more | {"enable_weights_track": True}
     assert configure(load_format="dummy").load_config.model_loader_extra_config == {}
     assert configure(quantization=None).load_config.model_loader_extra_config == {}
+
+
+def test_a_weight_in_two_places_counts_as_loaded_in_both():
+    """And one that is in none of the loaded places still counts as missing."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.norm = torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2, bias=False)
+            self.experts = torch.nn.Module()
+            self.experts.gate = self.gate
+            self.routed = RoutedExperts.__new__(RoutedExperts)
+            torch.nn.Module.__init__(self.routed)
+            self.routed.bias = torch.nn.Parameter(torch.zeros(2))
+
+        def load_weights(self, weights):
+            return {name for name, _ in weights}
+
+    model = Model()
+    prepare.name_every_place(model)
+    assert model.load_weights([("gate.weight", None)]) == {"gate.weight", "experts.gate.weight", "routed.bias"}
+    assert model.load_weights([]) == {"routed.bias"}

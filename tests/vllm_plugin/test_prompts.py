@@ -1,4 +1,4 @@
-"""The prompts of a step, read off what vLLM's attention layers are handed."""
+"""The prompts of a step, read from the arguments of vLLM's attention layers."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ STEP = RunningStep()
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Begin a step whose requests have queries of these lengths; without one vLLM warms up, as if they were there."""
+    """Begin a step whose requests have these numbers of query tokens; without metadata, as when vLLM warms up."""
 
     def step(lengths, ranks=1, warming_up=False, padding=()):
         STEP.end()
@@ -62,7 +62,9 @@ def test_each_prompt_has_heavy_hitters_of_its_own(begin):
 
 
 def test_the_last_attention_layer_with_queries_and_keys_counts(begin):
-    """A layer that shares the cache of an earlier one has no keys; with MLA no layer has, and every token counts."""
+    """A layer that shares an earlier layer's cache has no keys; with MLA no layer has, and every token counts
+    equally.
+    """
     begin([1, 40])
     tap = make_tap()
     prompt = tap.tokens(41, CPU)
@@ -91,7 +93,7 @@ def test_a_sliding_window_limits_what_is_seen(begin):
 
 @pytest.mark.parametrize("padding", [(0, 0), (34, 0)], ids=["no requests", "a request"])
 def test_rows_of_padding_are_no_prompts(begin, padding):
-    """Attention has them, in requests without tokens or in one that is longer than any drafted answer."""
+    """Attention has them in requests without tokens, or in one that is longer than any drafted answer."""
     query, key = queries_and_keys(64)
     query[30:] = key[30:] = torch.nan
     seen = []
@@ -141,7 +143,7 @@ def test_where_every_token_counts_attention_is_not_asked(begin, monkeypatch):
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     begin([30], ranks=2)
     query, key = queries_and_keys(30)
-    query *= 10  # so that what a token is counts for more than how many come after it
+    query *= 10  # so that a token's measure weighs more than the number of tokens after it
     monkeypatch.setattr(
         step_module,
         "tensor_model_parallel_all_reduce",
@@ -156,7 +158,7 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
 
 @pytest.mark.parametrize("share", [1, 0.2])
 def test_marks_say_the_same_without_a_look(begin, share):
-    """Requests and rows that fill up a batch have none."""
+    """Padding requests and rows have none."""
     begin([1, 50, 1, 7], padding=[0, 3])
     tap = make_tap(heavy_share=share)
     tap.attend(LAYER, *queries_and_keys(62))

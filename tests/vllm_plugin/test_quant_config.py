@@ -1,4 +1,4 @@
-"""What a quantized checkpoint fixes: options, refusals, and the methods of dense layers."""
+"""What a quantized checkpoint determines: options, refusals, and the methods of dense layers."""
 
 import pickle
 from dataclasses import replace
@@ -45,7 +45,7 @@ def options(folder, dymoe, quantization=AWQ):
 
 @pytest.mark.parametrize(("quantization", "held"), [(None, False), (AWQ, True)])
 def test_a_worker_process_reads_the_experts_as_the_engine_does(quantization, held):
-    """vLLM pickles the configuration for its workers; what is unpickled is equal, and not the same object."""
+    """vLLM pickles the configuration for its workers; the unpickled one is equal, but another object."""
     config = DymoeConfig({}) if quantization is None else DymoeConfig.from_config(quantization)
     sent = pickle.loads(pickle.dumps(config))
     assert (sent.reader.held, sent.reader.encoding) == (held, config.reader.encoding)
@@ -65,9 +65,9 @@ def test_bits_and_groups_are_the_checkpoints(tmp_path):
         (
             AWQ,
             {"high": 8},
-            "high = 8 was asked for, but the experts of this awq checkpoint have 4 bits; set high to 4, which",
+            "high is 8, but the experts of this awq checkpoint have 4 bits; set high to 4, which",
         ),
-        (AWQ, {"high": 2}, "high = 2 was asked for"),
+        (AWQ, {"high": 2}, "high is 2, but"),
         (AWQ, {"quantizer": "16/8"}, "quantizer"),
         (AWQ | {"group_size": 32}, {"group_size": 64}, "can only be held in groups of 32"),
     ],
@@ -78,7 +78,7 @@ def test_other_bits_and_groups_are_refused(tmp_path, quantization, dymoe, senten
 
 def test_variants_and_dense_layers_that_cannot_run_are_refused(tmp_path):
     gemv = with_quantization_config(tmp_path, AWQ | {"version": "gemv"})
-    with pytest.raises(ValueError, match='version "gemv", and only "gemm" can be read'):
+    with pytest.raises(ValueError, match='version "gemv", but only "gemm" can be read'):
         configure(model=gemv)
     asymmetric = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
     with pytest.raises(ConfigError, match="this vLLM cannot run the dense layers of the gptq checkpoint"):
@@ -146,7 +146,7 @@ def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
 
 @pytest.mark.parametrize("config", [GPTQ, COMPRESSED, AWQ, None])
 def test_what_the_formats_of_a_checkpoint_are(config):
-    """Of a checkpoint as it is, and of what was converted from it."""
+    """With an unconverted checkpoint, and with one that was converted from it."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = make_reader(config)
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "encoding": encoding_of(4)}
@@ -175,7 +175,7 @@ OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps":
 
 @pytest.mark.parametrize("quantization", [AWQ, OURS])
 def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
-    """Of a checkpoint as it is, and of one that was converted from it."""
+    """With an unconverted checkpoint, and with one that was converted from it."""
     config = DymoeConfig.from_config(quantization)
     assert config.checkpoint == (OURS if quantization is OURS else None)
     assert (not config.reader.held) == (quantization is OURS)
@@ -189,7 +189,7 @@ def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
 
 
 def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
-    """Step-3.5's and Nemotron-H's drafts are given another quantization config than the model's."""
+    """The drafts of Step-3.5 and Nemotron-H get another quantization config than the model."""
     mine = SimpleNamespace(loading=object())
     model = DymoeMoEMethod.__new__(DymoeMoEMethod)
     model.loading = mine.loading
@@ -207,7 +207,7 @@ def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
 
 
 def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
-    """vLLM's Qwen3.5 draft looks for "mtp" in such rules, and then runs its experts without a quantization."""
+    """vLLM's Qwen3.5 draft looks for "mtp" in such rules, and then runs its experts without quantization."""
     said = GPTQ | {
         "desc_act": False,
         "dynamic": {r"-:.*mtp.*": {}, r".*mtp_like.*": {"bits": 8}, "lm_head": {"bits": 8}},
@@ -220,4 +220,4 @@ def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
     config._modules = modules_of(tensors | drafts, 1)
     assert (config.reader.bits, config.draft_reader.held) == (4, False)
     config._modules = None, [replace(module, plain=None) for module in config._modules[1]]
-    assert not config.draft_reader.held  # as the rule says where tensors are not known
+    assert not config.draft_reader.held  # follows the rule where tensor names are unknown

@@ -1,4 +1,4 @@
-"""The running step of a rank: where it begins and ends, its phase and rows, and the forward of its layers."""
+"""A rank's running step: its start and end, its phase and rows, and the forward of its layers."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
         (scheduled(4, 1, drafted={"a": 3}), Phase.DECODE),
         (scheduled(4, 2, drafted={"a": 3}), Phase.PREFILL),
         (scheduled(1, 1, reading=["b"]), Phase.PREFILL),  # the last chunk
-        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # all but one token is cached
+        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # all tokens except one are cached
     ],
 )
 def test_the_phase_of_a_step(what, phase):
@@ -48,7 +48,7 @@ def test_the_phase_of_a_step(what, phase):
 
 
 def test_the_scheduler_says_which_requests_read_a_prompt():
-    """In its own words, which a made-up step has to follow."""
+    """Steps in vLLM's own words, which the constructed steps must match."""
     fields = dict.fromkeys((field.name for field in dataclasses.fields(CachedRequestData)), ())
     step, what = RunningStep(), scheduled(1, 1)
     for answered, phase in (([0, 1], Phase.PREFILL), ([2, 1], Phase.DECODE)):
@@ -60,7 +60,7 @@ def test_the_scheduler_says_which_requests_read_a_prompt():
 
 
 def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():
-    """vLLM's first model runner does so with the n-grams of a GPU, in the scheduler's own words."""
+    """vLLM's first model runner does so with n-grams computed on a GPU, in the scheduler's own words."""
     step, what = RunningStep(), scheduled(4, 2, drafted={"a": 3, "b": 1})
     step.begin(what)
     what.total_num_scheduled_tokens -= 2
@@ -77,7 +77,7 @@ def test_rows_behind_a_steps_tokens_are_padding():
 
 
 class Server:
-    """As much of a server, and of what serves its steps, as a rank looks at; its layers return their input."""
+    """The part of a server, and of its helpers, that a rank uses; its layers return their input."""
 
     experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
@@ -120,7 +120,7 @@ class Listener(Observer):
 
 
 class Runner:
-    """A model runner that notes what the step is while the model runs; its tokens are sampled afterwards."""
+    """A model runner that records the step while the model runs; tokens are sampled afterwards."""
 
     def __init__(self, rank, samples=True):
         self._step, self._samples = rank.step, samples
@@ -136,7 +136,7 @@ class Runner:
 
 
 def served_by(runner, rank):
-    """vLLM's worker in its wrapper, with our patches and nothing else."""
+    """vLLM's worker in its wrapper, with only the plugin's patches."""
     apply_patches()
     config = DymoeConfig()
     config.loading = SimpleNamespace(rank_server=rank)
@@ -160,7 +160,7 @@ def test_a_step_begins_at_the_wrapper_and_ends_with_its_output(samples):
             wrapper.worker.sample_tokens(None)
         assert rank.step.warming_up
     wrapper.execute_model(scheduled(finished=["a"]))
-    wrapper.worker.execute_model(scheduled(2, 2))  # vLLM's second model runner warms up so
+    wrapper.worker.execute_model(scheduled(2, 2))  # vLLM's second model runner warms up like this
     assert [seen for seen in runner.seen if seen != "sampled"] == [(1, 5), (2, 5), (2, 0), (2, 0)]
 
 
@@ -199,7 +199,7 @@ def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(said
 
 
 def test_observers_hear_of_steps_what_the_server_is_given_and_nothing_of_warm_ups():
-    """The inputs of a warm-up are whatever was in the memory before."""
+    """The inputs of a warm-up are uninitialized memory."""
     server, first, second = Server(), Listener(), Listener()
     rank = rank_of(server)
     rank.observation.join(first)
@@ -219,7 +219,7 @@ def test_observers_hear_of_steps_what_the_server_is_given_and_nothing_of_warm_up
 
 @pytest.mark.parametrize("padding", [-1, 3], ids=["to no expert", "as tokens"])
 def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(padding):
-    """vLLM 0.32 routes them to expert -1, and before that they may have any expert."""
+    """vLLM 0.32 routes them to expert -1; before, they may have any expert."""
     method = DymoeMoEMethod.__new__(DymoeMoEMethod)
     method.layer, method._loader = LAYER, SimpleNamespace(check_complete=lambda: None)
     config = SimpleNamespace(model_config=None, device_config=None)

@@ -1,4 +1,4 @@
-"""Which steps a served predictor learns from, and when its file is written."""
+"""The steps that a served predictor learns from, and when its file is written."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def make(file, gates=None):
 
 
 def serve(training, tokens, step=None, batch=10):
-    """What steps of decoding requests give, of these tokens."""
+    """Observe decode steps of these tokens."""
     found = []
     for at in range(tokens.start, tokens.stop, batch):
         running = RunningStep()

@@ -1,4 +1,4 @@
-"""Features of vLLM that cannot work: each is refused by its name, and what can work beside it is not."""
+"""Features of vLLM that cannot work are refused by name; similar ones that can work are not."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.vllm_plugin.test_prepare import MODEL, configure, refusal
 from vllm_dymoe.cache.store import MANIFEST, Manifest
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.vllm_plugin import moe_method, patches, prepare
 from vllm_dymoe.vllm_plugin.balance import refuse_balancing
 from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
@@ -49,12 +49,12 @@ def draft(experts, model="another", method="mtp"):
     ("changes", "sentence"),
     [
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"use_ubatching": True}, "micro-batches that run at the same time"),
+        ({"use_ubatching": True}, "concurrent micro-batches"),
         (
             {"speculative_config": SimpleNamespace(draft_model_config=None, enable_adaptive_verification=True)},
             "adaptive verification of drafts",
         ),
-        ({"speculative_config": draft(8)}, "a speculative draft model with experts"),
+        ({"speculative_config": draft(8)}, "a separate speculative draft model with experts"),
         ({"weight_transfer_config": object()}, "weight transfer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -73,7 +73,7 @@ def test_what_vllm_configures_itself_is_refused_and_accepted():
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     assert configure(speculative_config=speculation).speculative_config.method == "ngram"
     speculation = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
-    assert "a speculative draft model with experts" in refusal(speculative_config=speculation)
+    assert "a separate speculative draft model with experts" in refusal(speculative_config=speculation)
 
 
 @pytest.mark.parametrize("second", [True, False])
@@ -131,7 +131,7 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
 
 @pytest.mark.parametrize("layers", [0, 3])
 def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
-    """One without any, too: the others wait for it. A draft is on the last stage alone."""
+    """A stage without any, too, since the others wait for it. Only the last stage has a draft."""
     said, method = [], DymoeMoEMethod.__new__(DymoeMoEMethod)
     method.loading = SimpleNamespace(model_made=lambda _: None, layers=layers, around=(0, 0))
     monkeypatch.setattr(moe_method, "layers_around", lambda own: said.append(own) or (5, 7))
@@ -143,12 +143,6 @@ def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
         initialize(vllm_config=config, prefix="", model_config=SimpleNamespace(runner_type=runner))
         assert said == [layers]
     assert method.loading.around == ((5, 7) if layers else (0, 0))
-
-
-def test_beside_a_draft_with_experts_the_device_cannot_decide():
-    config = SimpleNamespace(model_config=object(), speculative_config=draft(4))
-    with pytest.raises(ConfigError, match='"device" is impossible, because a draft with experts'):
-        prepare._plans_on_device(config, None, Options(planning="device", host_store="pinned"))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +172,7 @@ def test_only_our_weights_cannot_be_replaced_by_others(method, other, why, refus
 
 @pytest.mark.parametrize(("device", "pooled"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_slots_are_made_past_the_pool_that_vllm_has_for_sleep(device, pooled, monkeypatch):
-    """``torch.cuda.use_mem_pool`` catches what the thread that entered it allocates."""
+    """``torch.cuda.use_mem_pool`` catches allocations of the thread that entered it."""
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", entered.append)
@@ -193,7 +187,7 @@ def test_slots_are_made_past_the_pool_that_vllm_has_for_sleep(device, pooled, mo
 
 
 def packed_for(folder, ranks):
-    """The shipped model's configuration with the manifest of a store of this many ranks, and no bytes."""
+    """The shipped model's configuration with the manifest of a store for this many ranks, and no bytes."""
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     config = configure({"high": 4})
@@ -214,7 +208,7 @@ def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_star
 
 
 def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
-    """It would be served with weights that were never loaded."""
+    """Otherwise it would be served with weights that were never loaded."""
     folder = packed_for(tmp_path, ranks=1)
     monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
@@ -233,6 +227,6 @@ def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
 )
 def test_what_was_not_tried_with_experts_that_move_is_refused(parallel, others, named):
     given = {"enable_eplb": True, "enable_elastic_ep": False, "pipeline_parallel_size": 1} | parallel
-    refused = pytest.raises(ConfigError, match=f"--enable-eplb does not go with {named},")
+    refused = pytest.raises(ConfigError, match=f"--enable-eplb does not support {named},")
     with contextlib.nullcontext() if named is None else refused:
         refuse_balancing(SimpleNamespace(**given), others)

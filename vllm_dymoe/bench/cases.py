@@ -11,21 +11,21 @@ from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import POLICIES
 from vllm_dymoe.resolve import resolve_options
 
-FULL = "100%"  # the budget with which nothing ever moves
-EVERYTHING = "its own"  # in place of a budget, for a peer that takes none
-ENGINES = "data_parallel_size"  # among the arguments of an engine: how many there are
+FULL = "100%"  # the budget at which nothing is ever transferred
+EVERYTHING = "its own"  # instead of a budget, for a peer that takes none
+ENGINES = "data_parallel_size"  # the engine argument for the number of engines
 PEERS = {"vllm": False, "vllm-offload": True}
-"""vLLM itself; whether it is told (``--cpu-offload-gb``) to read what the budget leaves out from a GPU's host."""
+"""The peer vLLM; with ``--cpu-offload-gb`` it reads what the budget leaves out from the GPU's host."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A serving system: this plugin with options, or a peer."""
 
-    label: str  # for people, and unique in a run
+    label: str  # unique name in a run, for tables
     options: Mapping[str, Any] | None = None  # of the plugin, without the budget; None for a peer
     peer: str = ""  # name of the peer; empty for the plugin
-    budgets: tuple[str, ...] | None = None  # that it is measured at; those of the run if None
+    budgets: tuple[str, ...] | None = None  # budgets at which it is measured; the run's if None
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Workload:
     prompts: str  # digest of the set
     name: str  # of the set
     random: bool  # whether it is random tokens
-    requests: int  # answers that are measured for each case
-    warm_up: int  # answers before them that are not
-    max_tokens: int  # of each answer
+    requests: int  # measured answers per case
+    warm_up: int  # unmeasured answers before them
+    max_tokens: int  # length of each answer
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Case:
 
     model: str  # as for ``vllm serve``
     subject: Subject  # what serves
-    budget: str  # the option ``expert_budget``, or what a peer makes of it
+    budget: str  # the option ``expert_budget``, or what it means for a peer
     batch: int  # requests at once
-    workload: Workload  # what is asked
+    workload: Workload  # its requests
     engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's ``LLM``
 
     @property
@@ -58,13 +58,13 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Equal for cases that one engine can answer, one after the other."""
+        """Key that is equal for cases that one engine can answer in sequence."""
         budget = self.budget if self.subject.options is None else ""
         return digest([self.model, self.subject.options, self.subject.peer, budget, dict(self.engine)])
 
     @property
     def fixed_precision(self) -> str | None:
-        """Equal for cases whose answers must be the same, token by token; None if precision depends on chance."""
+        """Key that is equal for cases whose answers must be the same, token by token; None if precision may vary."""
         if self.subject.options is None:
             return None
         options = Options.model_validate(self.subject.options)
@@ -83,7 +83,7 @@ def grid(
     model: str, subjects: Sequence[Subject], budgets: Sequence[str], batches: Sequence[int], workload: Workload,
     engine: Mapping[str, Any],
 ) -> list[Case]:  # fmt: skip
-    """Return every combination once, and for each precision and batch the full load as reference for speeds."""
+    """Return every combination once, and for each precision and batch the full load, the reference for speeds."""
     cases = []
     for subject, batch in itertools.product(subjects, batches):
         for budget in subject.budgets or budgets:
@@ -119,7 +119,7 @@ def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
             raise ConfigError(f"--policy {text} is not JSON ({error}).") from error
         label = options.pop("label", None) or ", ".join(f"{name} {value}" for name, value in options.items())
     if "expert_budget" in options:
-        raise ConfigError("--policy has an expert_budget; say it as --budget.")
+        raise ConfigError("--policy contains expert_budget; use --budget instead.")
     options = {**common, **options}
     default = resolve_options(options, environment={}).expert_budget.slots
     return Subject(label, options, budgets=(default,) if default else None)

@@ -1,9 +1,9 @@
-"""Prompts: files in the formats that serving benchmarks use, the set that ships, and random tokens.
+"""Prompts: files in the formats of serving benchmarks, the shipped set, and random tokens.
 
-Formats, told apart by what a file holds:
+Formats are recognised by content:
 
 - ShareGPT: a JSON list of objects with ``conversations``; a prompt is the first thing that a human says.
-- vLLM's ``custom``: JSON lines, or a list, with ``prompt`` and, if given, ``output_tokens`` and a ``domain``.
+- vLLM's ``custom``: JSON lines, or a list, with ``prompt`` and optionally ``output_tokens`` and a ``domain``.
 - ``spec_bench``: JSON lines with ``turns`` and a ``category``; a prompt is the first turn.
 - anything else: a prompt in each line.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from vllm_dymoe.options import ConfigError
 
 SHIPPED = "shipped"
-_FIRST_TOKEN = 2  # of random prompts: what is below is often special
+_FIRST_TOKEN = 2  # of random prompts: lower ids are often special tokens
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Prompt:
     """One request."""
 
     text: str  # what is asked
-    domain: str = ""  # what kind of text it is; empty if nothing says so
-    output_tokens: int | None = None  # length of the answer; None for that of the run
+    domain: str = ""  # kind of text; empty if unknown
+    output_tokens: int | None = None  # length of the answer; None for the run's
 
 
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of a run."""
 
-    name: str  # for people
+    name: str  # for reports
     prompts: tuple[Prompt, ...] = ()  # in the order of the file; empty if they are random
     random_length: int | None = None  # tokens of a random prompt; None for real ones
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are random. These are routed almost evenly, so their hit rate says nothing about real use."""
+        """Whether tokens are random; these are routed almost evenly, so their hit rate says nothing about real use."""
         return self.random_length is not None
 
     @property
@@ -80,7 +80,7 @@ def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def random_tokens(vocabulary: int, length: int, count: int) -> list[list[int]]:
-    """Return so many prompts of one length, the same ones each time."""
+    """Return ``count`` random prompts of one length, the same ones each time."""
     chance = random.Random(0)
     return [[chance.randrange(_FIRST_TOKEN, vocabulary) for _ in range(length)] for _ in range(count)]
 
@@ -121,7 +121,7 @@ def _prompt(entry: Any, where: str) -> Prompt:
     text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
     domain, tokens = entry.get("category") or entry.get("domain") or "", entry.get("output_tokens")
     if not isinstance(text, str) or not text or not isinstance(domain, str):
-        raise ConfigError(f'{where} has neither a text as "prompt" nor texts as "turns", or a domain that is no text.')
+        raise ConfigError(f'{where} has neither a text as "prompt" nor texts as "turns", or its domain is not a text.')
     if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
-        raise ConfigError(f"{where} has output_tokens {tokens!r}, which are no number of tokens.")
+        raise ConfigError(f"{where} has output_tokens {tokens!r}, which is not a number of tokens.")
     return Prompt(text, domain, tokens)

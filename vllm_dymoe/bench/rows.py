@@ -1,4 +1,4 @@
-"""Rows on disk: JSON lines, each complete or missing, so that a run that was killed resumes with the next one."""
+"""Rows on disk: JSON lines, each complete or missing, so that a killed run resumes with the next one."""
 
 import json
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add one row, in one write; what a kill has left of another is cut off."""
+    """Add one row, in one write; an incomplete last row of a killed run is cut off."""
     append_line(path, json.dumps(row).encode())
 
 
@@ -43,7 +43,10 @@ def is_full_load(row: Row) -> bool:
 
 
 def check_outputs(rows: Iterable[Row]) -> int:
-    """Compare answers of each fixed precision, token by token; return how many. OutputsDifferError if one differs."""
+    """Compare answers of each fixed precision, token by token, and return their number.
+
+    Raises OutputsDifferError if one differs.
+    """
     first: dict[str, Row] = {}
     compared = 0
     for row in rows:

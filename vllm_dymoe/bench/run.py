@@ -23,7 +23,7 @@ from vllm_dymoe.options import ConfigError, ExpertBudget
 
 ENGINE = "vllm_dymoe.vllm_plugin.measure"
 _LOG_LINES = 20
-_BYTES = 256 << 20  # that are read and copied for a machine's rates
+_BYTES = 256 << 20  # bytes that are read and copied to measure the machine's rates
 
 
 def measure(
@@ -31,10 +31,10 @@ def measure(
     prompts: PromptSet,
     folder: Path,
     *,
-    expert_bytes: int = 0,  # of all experts at 16 bits, for peers that are told how many bytes to offload
+    expert_bytes: int = 0,  # of all experts at 16 bits, for peers with an offload size
     progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Row]:
-    """Return rows of all cases in order; ``folder`` may have some already. ConfigError if an engine fails."""
+    """Return rows of all cases in order; ``folder`` may contain some already. ConfigError if an engine fails."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ROWS
     known = {row["key"] for row in read_rows(path)}
@@ -76,9 +76,11 @@ def _described(case: Case) -> dict[str, Any]:
     return fixed | subject | said
 
 
-def run_job(job: dict[str, Any], folder: Path, program: str = ENGINE) -> None:
-    """One engine in a process of its own: no colours, no process of vLLM's, and on a CPU a KV cache that leaves room
-    for experts. ConfigError if it failed; the sentence has the end of its log."""
+def run_job(job: dict[str, Any], folder: Path, program: str | None = None) -> None:
+    """Run one engine in its own process; ConfigError with the end of its log if it failed.
+
+    Without colours and without vLLM's own processes; on a CPU, with a KV cache that leaves room for experts.
+    """
     log = folder / "logs" / f"{job['cases'][0]['key']}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
@@ -87,7 +89,7 @@ def run_job(job: dict[str, Any], folder: Path, program: str = ENGINE) -> None:
         output.truncate(0)
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
-        command = [sys.executable, "-m", program, str(file)]
+        command = [sys.executable, "-m", program or ENGINE, str(file)]
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
@@ -95,7 +97,10 @@ def run_job(job: dict[str, Any], folder: Path, program: str = ENGINE) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return this machine's rates, measured in a process that ends before anything else begins. ConfigError."""
+    """Return this machine's rates, measured in a process that ends before anything else begins.
+
+    Raises ConfigError on failure.
+    """
     program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if found.returncode:

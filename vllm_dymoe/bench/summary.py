@@ -21,7 +21,7 @@ class Answers:
     lengths: list[int] = field(default_factory=list)  # tokens of each answer
     outputs: list[str] = field(default_factory=list)  # a digest of each answer's tokens
     decode: dict[str, Any] = field(default_factory=dict)
-    """What the plugin counted behind the first token of every request; empty for peers."""
+    """Counts of the plugin after the first token of every request; empty for peers."""
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ _AT_THE_END = {field.name for field in fields(ServerStats) if field.metadata.get
 
 
 def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up counts; sizes are those at the end."""
+    """Return summed counts; sizes are those at the end."""
     found = total(counted) | {name: value for name, value in counted[-1].items() if name in _AT_THE_END}
     found["peak_expert_bytes"] = max(part["peak_expert_bytes"] for part in counted)
     needed = found["hits"] + found["misses"]
@@ -76,7 +76,7 @@ def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Return peak memory: on a GPU torch's maximum, on a CPU what the process cannot give back."""
+    """Return peak memory: on a GPU torch's maximum, on a CPU the memory that the process cannot give back."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

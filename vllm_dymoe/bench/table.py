@@ -12,18 +12,18 @@ _FORMATS = {
     "of full load": ".0%", "hits": ".1%", "resident MB": ".1f", "demand MB/token": ".3g", "ahead": ".3g",
     "link used": ".0%", "memory used": ".0%", "experts peak MB": ".1f", "device peak MB": ".0f",
 }  # fmt: skip
-_FIRST_OF_BYTES = "resident MB"  # columns from here on are a table of their own on a terminal
+_FIRST_OF_BYTES = "resident MB"  # columns from here on form a second table on a terminal
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Reference values for shares."""
 
-    link: float | None = None  # bytes per second that the link reaches, where it is not emulated
-    memory: float | None = None  # bytes per second that device memory reaches
+    link: float | None = None  # bytes per second of the link, if it is not emulated
+    memory: float | None = None  # bytes per second of device memory
     token_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Bytes that the step of one request has to read at a bit-width, if the model is known."""
-    expert_bytes: Mapping[int, int] = field(default_factory=dict)  # of one expert at a bit-width
+    """Bytes that a step of one request has to read, by bit-width, if the model is known."""
+    expert_bytes: Mapping[int, int] = field(default_factory=dict)  # bytes of one expert, by bit-width
 
 
 def bits_of(row: Row) -> int:
@@ -58,7 +58,7 @@ def _numbers(row: Row, bounds: Bounds, full_load: Row) -> dict[str, Any]:
     emulated, moved, seconds = options.get("link_gbps"), decode.get("bytes_moved"), measured.get("decode_seconds")
     link = emulated * 1e9 if emulated else bounds.link
     tokens = 1e6 * max(1, measured.get("decode_tokens", 1))
-    token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # of more, experts coincide
+    token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # with a larger batch, experts coincide
     held, widths = decode.get("resident_experts", {}), {"high": bits, "low": options.get("low", 0)}
     resident = sum(count * bounds.expert_bytes.get(widths[precision], 0) for precision, count in held.items())
     return {

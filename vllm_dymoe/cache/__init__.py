@@ -1,1 +1,1 @@
-"""Which experts are in which slots of GPU and host memory, and the transfers that fill these."""
+"""Caches of experts in GPU and host memory, and the transfers that fill their slots."""

@@ -1,4 +1,4 @@
-"""Plans a byte budget: how many slots each precision gets, and the smallest feasible budget."""
+"""Plans a byte budget: slots for each precision, and the smallest feasible budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from vllm_dymoe.planner.table import layer_quotas
 from vllm_dymoe.policies import Policy
 from vllm_dymoe.policies.base import FEWEST_STAGING, Migrating
 
-# On a CPU more buys nothing, since a tile should stay in the second-level cache; on a GPU tiles are launches.
+# A CPU gains nothing from more, because a tile should stay in the second-level cache; on a GPU each tile is a launch.
 _LARGEST_WORKSPACE_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 
 
@@ -24,11 +24,11 @@ class SlotPlan:
     """How a budget is divided into slots."""
 
     limit: int  # the hard budget in bytes, on this rank
-    workspace_bytes: int  # the part that the kernel's scratch and the predictor take
+    workspace_bytes: int  # part of it for the kernel's scratch and the predictor
     slots: Mapping[Precision, int]  # number of slots of each precision in use
     quotas: Mapping[
         Precision, Sequence[int]
-    ]  # experts of each precision that each layer may keep; the table's ``shares``
+    ]  # experts of each precision that each layer may keep; the table's ``quotas``
     kinds: Mapping[Precision, Sequence[int]] = field(default_factory=dict)
     """The slots of each kind of layers, where there are several."""
 
@@ -37,12 +37,12 @@ class SlotPlan:
 
     @property
     def staging(self) -> Mapping[Precision, int]:
-        """Slots of each precision that no layer keeps."""
+        """Number of staging slots of each precision."""
         return {precision: count - sum(self.quotas[precision]) for precision, count in self.slots.items()}
 
 
 def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
-    """Scratch that the kernel gets: one projection in float32 with its codes, within what suits the device."""
+    """Return the bytes of the kernel's scratch: one projection in float32 with its codes, limited by device type."""
     largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.all_formats for m in fmt.matrices)
     return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
 
@@ -50,11 +50,11 @@ def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
 def precision_bits(options: Options, precision: Precision) -> int:
     return (
         options.high if precision is Precision.HIGH else options.low if precision is Precision.LOW else 0
-    )  # asked for each expert of each step
+    )  # called for each expert of each step
 
 
 def slot_bits(experts: ModelExperts, options: Options, precisions: frozenset[Precision]) -> dict[Precision, int]:
-    """Return what the slots of each precision hold, high first: versions, or residual slices and their bases."""
+    """Return the bits in the slots of each precision, high first: versions, or residual slices and their bases."""
     if Precision.HIGH in precisions and experts.formats[options.high].nested:
         return {Precision.HIGH: options.high, Precision.LOW: options.high // 2}
     return {precision: precision_bits(options, precision) for precision in used_precisions(options, precisions)}
@@ -70,7 +70,10 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 
 
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
-    """Return the smallest feasible budget: one slot per precision, or per expert, and the workspace."""
+    """Return the smallest feasible budget in bytes.
+
+    It is the workspace and one slot per precision, or per expert if none is fetched.
+    """
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)
     bits = slot_bits(experts, options, policy.precision.precisions).values()
@@ -80,10 +83,10 @@ def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, work
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
-    """Return the hard limit that a budget means; ``automatic`` bytes if it is automatic.
+    """Return a budget as a hard limit in bytes; ``automatic`` bytes if it is automatic.
 
-    A share counts experts, so that 100 % holds all of them. Workspace and predictor come on top and are part of the
-    limit; so they are for budgets in slots.
+    A share counts experts only, so that 100 % holds all of them; the limit also includes workspace and predictor. The
+    same holds for budgets in slots.
     """
     everything = experts.nbytes(options.high)
     if budget.is_auto:
@@ -105,16 +108,16 @@ def plan_slots(
     *,
     filled: bool = False,
 ) -> SlotPlan:
-    """Spend ``limit`` bytes on slots; ConfigError if it cannot hold one expert of each precision, or every one where
-    none is fetched.
+    """Divide ``limit`` bytes into slots.
 
-    Where two precisions are in use their numbers of slots are to each other as the experts that are wanted in them, and
-    so are each layer's. Where that would be more slots than experts, every expert has one, as many as possible a high
-    one.
+    With two precisions, slots are divided in proportion to the experts wanted in each, overall and in each layer. If
+    that gives more slots than experts, every expert gets one, as many as possible at high precision. ConfigError if the
+    limit cannot hold one expert of each precision, or every expert if none is fetched.
 
     Args:
-        workspace_bytes: what the kernel and the predictor take of it.
-        filled: slots for every expert are filled at start, and others not before a device decides: the host streams.
+        workspace_bytes: the part for the kernel and the predictor.
+        filled: slots for every expert are filled at start. Other slots are not filled before a device plans, because
+            until then the host streams.
     """
     migrating = policy.residency.migrating
     _check_budget(experts, options, policy, limit, workspace_bytes)
@@ -138,7 +141,7 @@ def plan_slots(
         weights[Precision.LOW] = [1.0] * layers  # every expert needs a base
     else:
         slots = _version_slots(sizes, weights, every_expert, limit - workspace_bytes)
-    # Where every expert has a slot, staging would only push the last ones out of their layers' shares.
+    # If every expert has a slot, staging slots would only evict the last experts from their layers' quotas.
     complete = policy.residency.keeps
     if filled:
         complete &= next(iter(slots.values()), 0) == every_expert and (len(bits) == 1 or policy.precision.reuses_high)
@@ -194,7 +197,7 @@ def _version_slots(
     low = _low_slots(sizes, weights, every_expert, spare)
     spare -= low * sizes[Precision.LOW]
     high = min(every_expert, spare // sizes[Precision.HIGH])
-    spare -= high * sizes[Precision.HIGH]  # what the high precision has no use for goes back to the low one
+    spare -= high * sizes[Precision.HIGH]  # what the high precision cannot use goes back to the low one
     return {Precision.HIGH: high, Precision.LOW: min(every_expert, low + spare // sizes[Precision.LOW])}
 
 
@@ -203,7 +206,7 @@ def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit
     least, migrating = minimum_budget(experts, options, policy, workspace_bytes), policy.residency.migrating
     if limit < least:
         needed = "every expert at its low version, a high one" if migrating else "one expert of each precision"
-        instead = ', or serve with policy "dymoe", which fetches what is not there' if migrating else ""
+        instead = ', or serve with policy "dymoe", which fetches misses' if migrating else ""
         raise ConfigError(
             f"vllm-dymoe: expert_budget is {limit} bytes on each rank, but {needed} and the kernel's workspace need "
             f"{least}; set expert_budget to at least {least} bytes{instead}.",
@@ -213,14 +216,14 @@ def _check_budget(experts: ModelExperts, options: Options, policy: Policy, limit
 
 
 def _staging(experts: ModelExperts, policy: Policy, count: int) -> int:
-    # C of Eq. 10 bounds what is fetched ahead: a quarter of the slots at most, or layers would keep too little.
+    # C of Eq. 10 limits prefetch: to a quarter of the slots, or layers would keep too little.
     wide = policy.prefetch.wide(experts.top_k) if policy.prefetch else 0
     ahead = min(FEWEST_STAGING + wide, count // 4)
     return max(policy.staging_slots(count), ahead if wide else 0)
 
 
 def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
-    """Slots of each kind beside the places: for moves of versions that exclude each other, and for what steps fetch."""
+    """Return the number of staging slots of each kind: for moves of separate versions, and for what steps fetch."""
     every, residency = len(experts.layers) * experts.num_experts, policy.residency
     if high == every or residency.migrating is None:
         return 0
@@ -229,8 +232,11 @@ def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, h
 
 
 def _resident_bytes(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
-    """Bytes with every expert there, so many of them high, and what moves need beside them: a residual slice comes into
-    the slot that another one leaves, and of versions that exclude each other both of a pair come before either goes."""
+    """Return the bytes with every expert resident and ``high`` of them high, including staging slots for moves.
+
+    A residual slice is moved into the slot of the one that it replaces. Of separate versions, both of a pair arrive
+    before either old one leaves.
+    """
     high_format, low_format = experts.formats[options.high], experts.formats[options.low]
     every = len(experts.layers) * experts.num_experts
     staging = _resident_staging(experts, options, policy, high)
@@ -246,7 +252,7 @@ def _plan_residents(
     limit: int,
     workspace_bytes: int,
 ) -> SlotPlan:
-    """Plan a slot for every expert, as many of them high as there is room for (DynaExq 3.5)."""
+    """Plan a slot for every expert, as many of them high as fit (DynaExq 3.5)."""
     layers, each = len(experts.layers), experts.num_experts
     every, nested = layers * each, experts.formats[options.high].nested
     least, step = (_resident_bytes(experts, options, policy, high) for high in (1, 2))
@@ -264,10 +270,10 @@ def _plan_residents(
 
 
 def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
-    """Return what a high version is worth per use of an expert: float64 [layers, experts].
+    """Return the worth of a high version per use of an expert: float64 [layers, experts].
 
-    This is its worth in the layer, times the root of the error of the expert's low version, relative to its layer's
-    mean. The error itself is better for lattice codes, and gains nothing for GPTQ (benchmarks/LOG.md).
+    It is the layer's worth times the root of the quantization error of the expert's low version, relative to its
+    layer's mean. The error itself would be better for lattice codes, but gains nothing for GPTQ (benchmarks/LOG.md).
     """
     found = np.ones((len(experts.layers), experts.num_experts))
     for row, layer in zip(found, experts.layers, strict=True):
@@ -278,22 +284,23 @@ def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[f
 
 
 def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int, spare: int) -> dict[Precision, int]:
-    """Return slots of residual and base slices, at least one of each: as many residual slices as `high` bases need."""
+    """Return the slots of residual and base slices, at least one each: as many residual slices as `high` bases need."""
     residual, base = sizes[Precision.HIGH], sizes[Precision.LOW]
     bases = min(every_expert, max(1, min(int(spare / (base + high * residual)), (spare - residual) // base)))
     residuals = max(1, min(every_expert, (spare - bases * base) // residual))
-    bases = min(every_expert, (spare - residuals * residual) // base)  # what residual slices have no use for
+    bases = min(every_expert, (spare - residuals * residual) // base)  # what residual slices cannot use
     return {Precision.HIGH: residuals, Precision.LOW: bases}
 
 
 def _low_slots(
     sizes: Mapping[Precision, int], weights: Mapping[Precision, Sequence[float]], every_expert: int, spare: int
 ) -> int:
-    """Return slots of the low precision if both are in use; at least one slot is left for the high one."""
+    """Return the slots of the low precision if both are in use, leaving at least one for the high one."""
     high, low = sizes[Precision.HIGH], sizes[Precision.LOW]
     wanted_high, wanted_low = sum(weights[Precision.HIGH]), sum(weights[Precision.LOW])
     share = wanted_low / (wanted_high + wanted_low)
     slots = spare / ((1 - share) * high + share * low)
     count = int(share * slots) if slots <= every_expert else every_expert - (spare - every_expert * low) // (high - low)
-    # Tokens of a prompt may want the low precision where a single token never does: they stream through it.
+    # A prompt's tokens may want the low precision where a single token never does: those experts stream through these
+    # slots.
     return max(1, min(max(count, FEWEST_STAGING), (spare - high) // low))

@@ -13,16 +13,16 @@ from vllm_dymoe.planner.table import Counter as Column
 
 @dataclass
 class ResidencyCounts:
-    """Counts over layers and steps; a hit needs no transfer, a miss needs one."""
+    """Counts over layers and steps; a hit needs no transfer, a miss does."""
 
-    planned: Counter[Precision] = field(default_factory=Counter)  # experts that the policy gave each precision
-    hits: int = 0  # experts that were needed and there
+    planned: Counter[Precision] = field(default_factory=Counter)  # experts that the policy wanted in each precision
+    hits: int = 0  # needed experts that were resident
     misses: int = 0
-    """Experts that were needed and had to be fetched, or were on their way, or were computed in host memory."""
-    cpu_executed: int = 0  # misses that were computed in host memory
-    promotions: int = 0  # misses of a high version where the low one was there
-    reuses: int = 0  # hits that used a high version where a low one would have done
-    evictions: int = 0  # experts that made room for others
+    """Needed experts that were not resident: fetched, in flight, or executed on the CPU."""
+    cpu_executed: int = 0  # misses executed on the CPU
+    promotions: int = 0  # misses of a high version while the low one was resident
+    reuses: int = 0  # hits that used a high version where the low one was wanted
+    evictions: int = 0  # experts evicted for others
 
     def reset(self) -> None:
         self.planned.clear()
@@ -47,7 +47,7 @@ class ResidencyCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among all needed experts; 0 before the first."""
+        """Share of hits among all needed experts; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
 
 
@@ -55,10 +55,10 @@ class ResidencyCounts:
 class PrefetchStats:
     """Outcomes of predictions."""
 
-    useful: int = 0  # needed, and there in time as far as they were asked for
-    late: int = 0  # needed while they were on their way
-    wasted: int = 0  # not needed, after bytes had moved
-    cancelled: int = 0  # not needed, or given up for demand, before any byte moved
+    useful: int = 0  # needed, and its requested projections arrived in time
+    late: int = 0  # needed while in flight
+    wasted: int = 0  # not needed, after bytes had been transferred
+    cancelled: int = 0  # not needed, or given up for demand, before any byte was transferred
 
     def reset(self) -> None:
         self.useful = self.late = self.wasted = self.cancelled = 0

@@ -1,4 +1,4 @@
-"""The cache of a device: what a budget has become, and who writes the table."""
+"""The cache of a device: slots, table and budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -21,19 +21,21 @@ from vllm_dymoe.planner.table import CODES, Table, check_integrity, set_pools
 
 
 class Writer(StrEnum):
-    """What writes the table's rows."""
+    """Who writes the table's rows."""
 
-    HOST = "host"  # the host, in every step; there are no others
+    HOST = "host"  # the host, in every step; there is no other table
     DEVICE = "device"
-    """The device, in every step. Each layer has slots of its own, behind which lie those that no layer keeps. The host
-    has a copy of the rows as far as it has asked for them."""
+    """The device, in every step. Each layer has its own range of slots, followed by the staging slots. The host has
+    a copy of the rows, updated on request.
+    """
     PLANNER = "planner"
-    """The host, between steps. The device has a copy of the rows, where it runs steps. Every expert is there, so that a
-    step of the device plans nothing and only counts."""
+    """The host, between steps. The device, if it plans, has a copy of the rows. Every expert is resident, so
+    device-planned steps only count uses.
+    """
 
 
 class Budget(NamedTuple):
-    """Device bytes that experts may take, and those that they take."""
+    """Device bytes: the limit for experts, and those in use."""
 
     limit: int
     reserved: int
@@ -53,7 +55,7 @@ class SlotPools(dict[Precision, SlotPool]):
         super().__init__()
         self.bits = {precision: bits[precision] for precision in plan.slots}
         self._device, self._device_memory = device, device_memory
-        self._where = "host" if device.type == "cpu" else "device"  # in messages
+        self._where = "host" if device.type == "cpu" else "device"  # for messages
         try:
             for precision in plan.slots:
                 kinds = list[SlotPool]()
@@ -71,17 +73,18 @@ class SlotPools(dict[Precision, SlotPool]):
         if available < nbytes:
             raise ConfigError(
                 f"vllm-dymoe: expert_budget needs {nbytes} bytes for {count} slots, but {available} bytes of "
-                f"{self._where} memory are available; lower expert_budget, or end what else takes memory.",
+                f"{self._where} memory are available; lower expert_budget, or stop other processes.",
                 option="expert_budget",
             )
         try:
             arena = Arena(nbytes, device=None if self._device.type == "cpu" else self._device)
-            arena.memory.fill_(0)  # so that it is there: a machine short of it would end the process later
-        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError among them
+            # So that the pages exist now: otherwise a machine short of memory would kill the process later.
+            arena.memory.fill_(0)
+        except (RuntimeError, OSError) as error:  # includes torch.OutOfMemoryError
             raise ConfigError(
-                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, which "
-                f"could not be had ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
-                "end what else takes memory.",
+                f"vllm-dymoe: expert_budget needs {nbytes} bytes of {self._where} memory for {count} slots, but the "
+                f"allocation failed ({str(error).splitlines()[0]}); lower expert_budget or gpu_memory_utilization, or "
+                "stop other processes.",
                 option="expert_budget",
             ) from error
         return SlotPool(fmt, [arena], reserved)
@@ -103,7 +106,7 @@ class SlotPools(dict[Precision, SlotPool]):
     def check_growth(self, plan: SlotPlan, before: SlotPlan, nbytes: int) -> None:
         """ConfigError for slots of so many bytes, if they do not fit beside what computation takes; the old ones are
         still there."""
-        if plan.limit <= before.limit:  # the device has given as much before
+        if plan.limit <= before.limit:  # the device has provided as much before
             return
         wanted = nbytes
         held = sum(pool.nbytes for pool in self.values())
@@ -112,27 +115,27 @@ class SlotPools(dict[Precision, SlotPool]):
         if wanted > room:
             raise ConfigError(
                 f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
-                f"they take {held}, {available} are free, and computation needs {computation} of these; set "
+                f"they take {held}, {available} bytes are free, and computation needs {computation} of these; set "
                 f"expert_budget to at most {room + plan.workspace_bytes} bytes.",
                 option="expert_budget",
             )
 
 
 class DeviceCache(ExpertCache):
-    """The device memory of one rank's experts, for one plan of slots; another plan is another cache.
+    """The device memory of one rank's experts, for one slot plan; another plan needs another cache.
 
-    No expert is resident at first, except with device-side planning if all of them have a slot. AssertionError if the
+    No expert is resident at first, except with device-side planning if every expert has a slot. AssertionError if the
     plan exceeds its budget.
 
     Args:
-        plan: how the budget is spent.
+        plan: how the budget is divided.
         pools: the plan's slots.
-        device_table: what steps without the host go by, whose rows are emptied; None if the host is the writer.
+        device_table: the table of device-planned steps, whose rows are emptied; None if the host is the writer.
         reuse_high: a high version serves where a low one is wanted.
 
     Attributes:
-        budget: every byte of it.
-        parts: pools that an expert of a precision needs a slot of.
+        budget: the limit and the bytes in use.
+        parts: pools from which an expert of a precision needs a slot.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
     """
@@ -166,7 +169,7 @@ class DeviceCache(ExpertCache):
                 device_table.fill(pools, pools.bits, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
-        """The version of an expert that serves where a precision is wanted, of what is there, and its slots."""
+        """Return the resident version that serves an expert wanted in a precision, and its slots."""
         table = self.table
         precision = Precision.HIGH if table.precision[layer, expert] == HIGH else Precision.LOW
         if not self.nested:
@@ -177,14 +180,16 @@ class DeviceCache(ExpertCache):
         return precision, (base, self.pools[Precision.HIGH].slots[table.slot[1, layer, expert]])
 
     def lacking(self, layer: int, expert: int, precision: Precision) -> tuple[Precision, ...]:
-        """Pools that an expert needs a slot of before it can serve at a precision; none where another version is
-        there."""
+        """Return the pools from which an expert needs a slot before it can serve at a precision.
+
+        Empty if another version is resident.
+        """
         if not self.nested:
             return () if self.table.precision[layer, expert] else (precision,)
         return tuple(part for part in self.parts[precision] if self.slot_of(layer, expert, part) is None)
 
     def far(self, layer: int, wanted: Mapping[int, Precision]) -> list[bool]:
-        """Which of the wanted experts have no slot for what is wanted, and are not in host memory either."""
+        """Return which wanted experts have no slot for the wanted version and are not in host memory either."""
         far, held = [], self.table.precision[layer]
         for expert, precision in wanted.items():
             lacks = self.lacking(layer, expert, precision) if self.nested else held[expert] != CODES[precision]
@@ -193,27 +198,27 @@ class DeviceCache(ExpertCache):
         return far
 
     def lost(self, layer: int, executed: Mapping[int, Precision]) -> str:
-        """Return why the CPU could not read some of the experts that it has executed; empty if it could."""
+        """Return why the CPU could not read some of the experts that it executed; empty if it could."""
         parts = ((expert, part) for expert, precision in executed.items() for part in self.parts[precision])
         return self.store.lost(SliceKey(layer, expert, self.bits[part]) for expert, part in parts)
 
     def in_store(self, layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
-        """Return :func:`view_in_store` of an expert, made once."""
+        """Return :func:`view_in_store` of an expert, cached."""
         found = self._views.get((layer, expert, bits))
         if found is None:
             found = self._views[layer, expert, bits] = view_in_store(self.store, layer, expert, bits)
         return found
 
     def forget_views(self) -> None:
-        """Hold no memory of the store any more, which is about to give it back."""
+        """Drop all views of the store's memory, which is about to be freed."""
         self._views.clear()
 
     def packed(self, slots: Sequence[Slot]) -> PackedExpert:
-        """What lies in the slots of an expert: in one, or in a base and a residual slice."""
+        """Return the expert in one slot, or in a base and a residual slot."""
         return slots[0].expert() if len(slots) == 1 else slots[1].expert(slots[0])
 
     def clear(self) -> None:
-        """Keep no expert, and forget which ones were used; no step may be running."""
+        """Evict every expert and forget all uses; no step may be running."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.device_table.table.clear()
             self.device_table.fill(self.pools, self.pools.bits, self.slot_plan.quotas)
@@ -224,24 +229,25 @@ class DeviceCache(ExpertCache):
                 self.evict(layer, expert)
         self.table.clear()
 
-    # -- what the device has --------------------------------------------------------------------
+    # -- device-side copy of the table ----------------------------------------------------------
 
     def rows_changed(self, layer: int) -> None:
-        """Copy a layer's rows to the device, behind all that computes and before what is launched or replayed next."""
+        """Copy a layer's rows to the device, after current computation and before later launches or replays."""
         if self.device_table is None:
             return
         for name in ("precision", "slot"):
-            rows = torch.from_numpy(getattr(self.table, name)[..., layer, :].copy())  # which may change before
+            # A copy, because the row may change before it is read.
+            rows = torch.from_numpy(getattr(self.table, name)[..., layer, :].copy())
             getattr(self.device_table.table, name)[..., layer, :].copy_(rows, non_blocking=True)
 
     def read_device(self) -> None:
-        """Where the device writes, learn what it has written; waits for it."""
+        """Copy rows that the device has written to the host; waits for the device."""
         if self.device_table is not None and self.writer is Writer.DEVICE:
             self.table.copy_rows(self.device_table.table)
 
 
 def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
-    """Return views of an expert where the store has it in memory, by the bits of the slices that it is made of."""
+    """Return views of an expert in the store's memory, by the bits of the slices that it consists of."""
     found: PackedExpert | None = None
     for width in bits:
         key = SliceKey(layer, expert, width)
@@ -251,8 +257,12 @@ def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ..
 
 
 def check_cache(cache: DeviceCache, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-    """AssertionError unless every slot is free, in a row, or in flight, and the budget is kept, by each layer unless
-    shares are moving; waits for the device."""
+    """Raise AssertionError unless every slot is free, in a row, or in flight, and quotas are kept.
+
+    Waits for the device.
+
+    ``moving``: check only the sum of the quotas, because a migration moves them between layers.
+    """
     flying, decides = list(in_flight), cache.writer is Writer.DEVICE
     if cache.device_table is not None:
         on_device = cache.device_table.table.on_host()
@@ -260,7 +270,7 @@ def check_cache(cache: DeviceCache, in_flight: Iterable[tuple[Precision, Slot, b
         cache.read_device()
         for name in ("precision", "slot"):
             ours, theirs = getattr(cache.table, name), getattr(on_device, name)
-            assert np.array_equal(ours, theirs[: len(ours)]), "the device reads other rows than the host"
+            assert np.array_equal(ours, theirs[: len(ours)]), "the rows on the device differ from those on the host"
     if decides:
         check_integrity(cache.table, ranges=True, moving=moving)
     else:

@@ -6,7 +6,7 @@ import torch
 
 from vllm_dymoe.cache.pages import available_host_memory
 
-# Of cuda.h's CUdevice_attribute.
+# A CUdevice_attribute of cuda.h.
 _KERNEL_EXEC_TIMEOUT = 17
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 

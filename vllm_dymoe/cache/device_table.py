@@ -4,7 +4,7 @@ Tables stay at fixed addresses, which captured graphs read (DynaExq 3.2: a stabl
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import CODES, ID_BITS, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
 
-_RING = 1  # steps whose routing is kept: it is read between two steps
+_RING = 1  # steps whose routing is recorded: the ring is read after every step
 
 
 class DeviceTable:
@@ -48,7 +48,7 @@ class DeviceTable:
         self, pools: Mapping[Precision, SlotPool], bits: Mapping[Precision, int],
         quotas: Mapping[Precision, Sequence[int]],
     ) -> None:  # fmt: skip
-        """Bring every expert if each has a slot: then no step ever misses one."""
+        """Fetch every expert, if each has a slot; then no step ever has a miss."""
         table = self.table
         everything = table.layers * table.experts
         whole = [precision for precision in pools if sum(quotas[precision]) == everything]
@@ -58,6 +58,8 @@ class DeviceTable:
                 for precision in (Precision.LOW, Precision.HIGH)
                 if precision in whole and Precision.LOW in whole
             ]
+        if not self._store.readable:  # steps bring them
+            return
         for precision in whole if table.nested else whole[:1]:
             slots, width = pools[precision].slots, bits[precision]
             first = table.first_slot[:, CODES[precision]].cpu()
@@ -65,35 +67,41 @@ class DeviceTable:
             for layer, expert in np.ndindex(table.layers, table.experts):
                 slot = slots[int(named[layer, expert])].packed
                 slot.copy_(self._store.packed(SliceKey(layer, expert, width)), non_blocking=True)
-            # Behind the bytes, on the same stream.
+            # After the bytes, on the same stream.
             table.slot[int(table.nested and precision is Precision.HIGH)].copy_(named)
             table.precision.fill_(CODES[precision])
 
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
-        """What the device goes by in the steps from now on, with the bits of each precision, 0 for one that is skipped,
-        and of what the slots of each hold."""
+        """Write how the device serves from now on: precisions, quotas' bits and source addresses.
+
+        ``bits`` are those of each precision, 0 for one that is skipped; ``of_slices`` are those in the slots of each.
+        """
         table, experts = self.table, self._store.experts
-        served = Precision.HIGH, Precision.LOW
-        formats = [
-            {CODES[precision]: of_layer.get(bits[precision]) for precision in served} for of_layer in experts.of_layers
-        ]
-        critical = policy.precision.critical_counts(table.layers, table.experts)
-        set_precision(table, formats, critical, policy.precision.thresholds)
-        table.reuse_high.fill_(policy.precision.reuses_high)
-        table.fetched_ahead.copy_(torch.from_numpy(policy.precision.counts_ahead(table.layers, table.experts)))
-        sources = tuple((CODES[precision], bits[precision]) for precision in served if bits[precision])
+        served, precision = (Precision.HIGH, Precision.LOW), policy.precision
+        formats = [{CODES[one]: of_layer.get(bits[one]) for one in served} for of_layer in experts.of_layers]
+        set_precision(table, formats, precision.all_critical_counts(experts), precision.thresholds)
+        table.reuse_high.fill_(precision.reuses_high)
+        table.renormalizes.fill_(precision.renormalizes)
+        table.evicts.fill_(policy.residency.evicts)
+        table.admits.fill_(policy.residency.migrating is None)
+        table.fetched_ahead.copy_(torch.from_numpy(precision.counts_ahead(table.layers, table.experts)))
+        sources = tuple((CODES[one], bits[one]) for one in served if bits[one])
         if table.nested:
             sources = tuple((CODES[precision], width) for precision, width in of_slices.items())
-        addresses = np.zeros(table.source.shape, np.int64)  # which a store that has slept has elsewhere
-        for layer, expert in np.ndindex(table.layers, table.experts):
+        addresses = np.zeros(table.source.shape, np.int64)  # a store that slept has new addresses
+        everything = np.ndindex(table.layers, table.experts) if self._store.readable else ()
+        for layer, expert in everything:
             for code, width in sources:
                 addresses[layer, expert, code] = self._store.packed(SliceKey(layer, expert, width)).data_ptr()
         table.source.copy_(torch.from_numpy(addresses))
         self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
-        """Add what the device has counted since the last time; waits for it. An expert that is read through again for
-        each two tokens is one transfer here, and so is one that came in part ahead."""
+        """Add what the device has counted since the last call; waits for it.
+
+        An expert that is read again for every two tokens counts as one transfer, and so does one that partly came
+        ahead.
+        """
         of_layers = counts.take(self.table.counters)
         values = of_layers.sum(0).tolist()
         which = {HIGH: Counter.FETCHED_HIGH, LOW: Counter.FETCHED_LOW}
@@ -113,21 +121,25 @@ class DeviceCounts:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._bins = table.layers * table.experts + 1  # the last one for experts of other ranks
+        self._bins = table.layers * table.experts + 1  # the last one is for experts of other ranks
         device = table.precision.device
-        # Choices of low versions, of high ones, and squared gates of both.
+        # Choices of low versions, choices of high versions, squared gates.
         self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
+        self._row = torch.arange(table.ring_ids.shape[2], device=device).view(1, -1, 1)
         pinned = device.type == "cuda"
         self._on_host = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
 
-    def add(self, tokens: int) -> None:
-        """Count a small-batch step that has run, or will run on the computing stream."""
-        self._add(self._table.ring_ids[0, :, :tokens], self._table.ring_weights[0, :, :tokens], self._first)
+    def add(self) -> None:
+        """Count the layers that ran as small batches since the last time, or will run on the computing stream."""
+        table = self._table
+        ids = torch.where(self._row < table.ring_rows[0, :, None, None], table.ring_ids[0], -1)
+        self._add(ids, table.ring_weights[0], self._first)
+        table.ring_rows.zero_()
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """Count a layer of a large-batch step: int32 and float32 [tokens, top_k]."""
+        """Count a layer of a large-batch step, given ids int32 and weights float32, [tokens, top_k]."""
         self._add(ids, weights, self._first[layer, 0])
 
     def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
@@ -143,7 +155,7 @@ class DeviceCounts:
         self._uses.zero_()
 
     def ask(self) -> None:
-        """Send the counts to the host, and count from zero from the next step on."""
+        """Start to copy the counts to the host, and count from zero from the next step on."""
         self._on_host.copy_(self._uses, non_blocking=True)
         self._uses.zero_()
         if self._event is not None:
@@ -153,35 +165,90 @@ class DeviceCounts:
         return self._event is None or self._event.query()
 
     def take(self) -> NDArray[np.int64]:
-        """Until ``ask``: int64 [3, layers, experts], choices of low and of high versions, and squared gates."""
+        """Return the counts up to the last ``ask``: int64 [3, layers, experts].
+
+        These are choices of low, choices of high, and squared gates.
+        """
         counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
 
 
-class OutsideIds:
-    """Expert ids outside the model that the device met in steps without the host; sent to the host after each step."""
+class DeviceWaits:
+    """What steps without the host have waited for the link: what they have fetched, at the rate of the link.
 
-    def __init__(self, table: Table) -> None:
-        self._table, self._pinned = table, table.outside.device.type == "cuda"
+    The host hears of it without waiting, some steps later. A step of few rows waits for all that it fetches.
+
+    Args:
+        seconds: of a fetch of a version, or of its residual slice, by LOW and HIGH.
+    """
+
+    def __init__(self, table: Table, seconds: Mapping[int, float]) -> None:
+        self._table, self._pinned, self._waited = table, table.counters.device.type == "cuda", 0.0
+        self._seconds = [seconds.get(code, 0.0) for code in (HIGH, LOW)]
+        self._seen, self._told = [0, 0], [-1, -1]
+        self._on_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        self._event = torch.cuda.Event() if self._pinned else None
+
+    def seconds(self) -> float:
+        """Return the seconds so far, as far as they are known, and ask for what has come since."""
+        if self._event is None or self._event.query():
+            before, self._seen = self._seen, self._on_host.tolist()
+            # Where statistics were taken meanwhile, counters have begun anew.
+            news = [now - last if now >= last else now for now, last in zip(self._seen, before, strict=True)]
+            self._waited += sum(count * each for count, each in zip(news, self._seconds, strict=True))
+            fetched = self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
+            self._on_host.copy_(fetched, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+        return self._waited
+
+    def follow(self, thresholds: Sequence[NDArray[np.int64]]) -> None:
+        """Write the thresholds of prompts' tokens and of others into the table, where they have changed."""
+        columns = self._table.prompt_threshold, self._table.threshold
+        for number, (column, threshold) in enumerate(zip(columns, thresholds, strict=True)):
+            if self._told[number] != int(threshold[0]):
+                self._told[number] = int(threshold[0])
+                column[:1].fill_(self._told[number])
+
+
+class DeviceFailures:
+    """What went wrong on the device in steps without the host; sent to the host after each step.
+
+    Args:
+        why: called with a layer, an expert of which could not be read; returns why. None if nothing has to be read.
+    """
+
+    def __init__(self, table: Table, why: Callable[[int], str] | None = None) -> None:
+        self._table, self._why, self._pinned = table, why, table.outside.device.type == "cuda"
+        self._columns = (table.outside,) if why is None else (table.outside, table.unread)
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int) -> None:
-        """Send what an enqueued step has met, by its number, and forget it on the device."""
+        """Start to copy what an enqueued step has met, under its number, and clear it on the device."""
         event = torch.cuda.Event() if self._pinned else None
-        on_host = torch.empty(self._table.layers, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
-        on_host.copy_(self._table.outside, non_blocking=True)
-        self._table.outside.fill_(-1)
+        sizes = len(self._columns), self._table.layers
+        on_host = torch.empty(sizes, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
+        for column, copy in zip(self._columns, on_host, strict=True):
+            copy.copy_(column, non_blocking=True)
+            column.fill_(-1)
         if event is not None:
             event.record()
         self._sent.append((step, on_host, event))
 
-    def take(self, step: int) -> RoutingError | None:
-        """Return an error of the steps up to this number that have ended and were not asked about yet; else None."""
-        found = None
+    def take(self, step: int, experts: int | None = None) -> str:
+        """Return why one of the steps up to this number that have ended, and were not asked about yet, failed; or "".
+
+        Args:
+            experts: of all ranks, where ids have been bounded by them; None if the table has all of them.
+        """
+        found = ""
         while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
-            on_host = self._sent.popleft()[1]
-            if layers := (on_host >= 0).nonzero().flatten().tolist():
-                kept = int(on_host[layers[0]])
+            outside, *unread = self._sent.popleft()[1].unbind()
+            if layers := [layer for one in unread for layer in (one >= 0).nonzero().flatten().tolist()]:
+                assert self._why is not None
+                found = self._why(layers[0])
+            if layers := (outside >= 0).nonzero().flatten().tolist():
+                kept = int(outside[layers[0]])
                 one = kept if kept <= ID_BITS >> 1 else kept - ID_BITS - 1
-                found = RoutingError(layers[0], one, self._table.experts)
+                found = str(RoutingError(layers[0], one, experts or self._table.experts, bounded=experts is not None))
         return found

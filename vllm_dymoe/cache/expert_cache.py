@@ -1,9 +1,9 @@
-"""Which experts are in which slots of one memory tier, and what brings them there.
+"""The cache of one memory tier: which experts are in which slots, and the fetcher that fills them.
 
-An ExpertCache is a table and the slots that its rows name: one of a device, and one of host memory for each version
-that is stored. A Fetcher fills it. It decides nothing. Giving up is written once, for predictions that were wrong and
-for steps that failed: no slot is free while anything still writes it. A copy that was given up while it moved is
-*orphaned* until it ends.
+An ExpertCache is a table and the slots that its rows name: one for a device, and one in host memory for each stored
+version. A Fetcher fills it; neither decides anything. Giving up fetches is implemented once, for wrong predictions and
+for failed steps: no slot is free while anything still writes it. A copy that was given up while it moved is *orphaned*
+until it ends.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class ExpertCache:
     Attributes:
         table: which experts are in slots, on the host.
         pools: slots by precision.
-        bits: of what the slots of each precision hold.
+        bits: bits in the slots of each precision.
         kinds: of each layer, see ``ModelExperts.kinds``.
     """
 
@@ -39,25 +39,31 @@ class ExpertCache:
 
     @property
     def nested(self) -> bool:
-        """Whether slots of the low precision hold bases, and those of the high one residual slices."""
+        """Whether the LOW pool holds bases and the HIGH pool residual slices."""
         return self.table.nested
 
     def slot_of(self, layer: int, expert: int, part: Precision) -> Slot | None:
-        """The slot in a precision's pool that an expert's row names, if it does, where the versions are nested."""
+        """Return the slot that an expert's row names in a pool, or None; for nested versions."""
         index = self.table.slot[int(part is Precision.HIGH), layer, expert]
         return self.pools[part].slots[index] if index >= 0 else None
 
     def evict(self, layer: int, expert: int, part: Precision | None = None) -> bool:
-        """Free an expert's slots, which the next copy may write once their last reader has ended; False if it has none.
-        For the pool of residual slices it keeps its base."""
+        """Free an expert's slots, for copies after their last reader; return False if it has none.
+
+        ``part`` HIGH frees only the residual slice and keeps its base.
+        """
         freed = self.table.remove(layer, expert, residual=self.nested and part is Precision.HIGH)
         for precision, index in freed:
             self.pools[precision].give_back(self.pools[precision].slots[index], kept=True)
         return bool(freed)
 
     def check_integrity(self, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-        """AssertionError unless every slot is free, in a row, or in flight (to be kept or not), and layers keep no more
-        than their quotas, all together if quotas are moving."""
+        """Raise AssertionError unless every slot is free, in a row, or in flight, and layers keep their quotas.
+
+        Args:
+            in_flight: precision, slot, and whether it will be kept.
+            moving: check only the sum of the quotas.
+        """
         flying = list(in_flight)
         check_integrity(self.table, moving=moving)
         for precision, pool in self.pools.items():
@@ -74,23 +80,26 @@ Cache = TypeVar("Cache", bound=ExpertCache)
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """An expert on its way into a slot, which is its own until it is kept or released."""
+    """An expert in flight to a slot, which belongs to the fetch until it is kept or released."""
 
     layer: int  # of the expert
-    expert: int  # its number on this rank
-    precision: Precision  # version that comes
-    slot: Slot  # where to
-    kept: bool  # the layer keeps it; otherwise it goes when it has been used
+    expert: int  # the rank's number of the expert
+    precision: Precision  # version that is fetched
+    slot: Slot  # destination
+    kept: bool  # the layer keeps the expert; otherwise the slot is freed after use
     ticket: Ticket  # of the transfer
-    complete: bool = False  # the bytes are there
+    complete: bool = False  # the bytes have arrived
 
 
 class Fetcher(Generic[Cache]):
-    """Moves one rank's experts; a copy that overlaps waits for the slot's last reader alone, others for all of them."""
+    """Fetches one rank's experts into slots.
+
+    With ``overlaps`` a copy waits only for its slot's last reader, otherwise for all computation.
+    """
 
     def __init__(self, cache: Cache, engine: TransferEngine, *, overlaps: bool = True) -> None:
         self.cache, self.engine, self._overlaps = cache, engine, overlaps
-        self.orphaned: list[Fetch] = []  # given up while they moved, and perhaps still written
+        self.orphaned: list[Fetch] = []  # given up in flight, so their slots may still be written
 
     def start(
         self,
@@ -102,8 +111,12 @@ class Fetcher(Generic[Cache]):
         kept: bool = False,
         projections: int = _ALL,
     ) -> Fetch | None:
-        """Begin to bring an expert into a free slot, one that its layer was promised if it is kept there; None if there
-        is none now. So many projections are brought before the rest is demanded."""
+        """Start to fetch an expert into a free slot, or a reserved one if ``kept``.
+
+        Return None if there is none now.
+
+        Only the first ``projections`` are transferred until the rest is demanded.
+        """
         slot = self.cache.pools[precision].take(kept=kept, kind=self.cache.kinds[layer])
         if slot is None:
             return None
@@ -119,49 +132,51 @@ class Fetcher(Generic[Cache]):
             self._publish(fetch)
 
     def let_pass(self, fetch: Fetch) -> None:
-        """Do not keep it after all."""
+        """Cancel that the expert will be kept."""
         if fetch.kept:
             self.cache.pools[fetch.precision].lend(fetch.slot)
             fetch.kept = False
 
     def complete(self, fetch: Fetch) -> None:
-        """Wait for an expert, or raise TransferError; the table names it from now on if it is kept."""
+        """Wait for an expert, or raise TransferError; if it is kept, the table names it from now on."""
         self.engine.wait(fetch.ticket)
         fetch.complete = True
         if fetch.kept:
             self._publish(fetch)
 
     def release(self, fetch: Fetch, last_read: Any) -> None:
-        """An expert has been used: its slot is free unless kept, for a copy behind the computation that reads it."""
+        """Free the slot of a used expert unless it is kept; a copy into it waits for ``last_read``."""
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:
             self._free(fetch)
 
     def give_up(self, fetches: Iterable[Fetch], *, wait: bool = False) -> None:
-        """Have no more use for experts that were brought, but for what is kept and complete; slots are free at once, or
-        when what moves has ended, for which this may wait as long as the engine does."""
+        """Give up fetches, except those that are kept and complete.
+
+        Slots are free at once, or when moving copies have ended; ``wait`` waits for these, as long as the engine does.
+        """
         unwanted = [fetch for fetch in fetches if not (fetch.kept and fetch.complete)]
         cancelled = [self.engine.cancel(fetch.ticket) for fetch in unwanted]
         for fetch, free in zip(unwanted, cancelled, strict=True):
             if fetch.complete or (self.engine.settle(fetch.ticket) if wait else free or fetch.ticket.ended):
                 self._free(fetch)
             else:
-                self.let_pass(fetch)  # its layer fills its quota without it
+                self.let_pass(fetch)  # its layer will fill its quota without it
                 self.orphaned.append(fetch)
 
     def collect(self) -> bool:
-        """Take back the slots of orphaned copies that have ended; whether there were any."""
+        """Free the slots of orphaned copies that have ended; return whether there were any."""
         return self._take_back(fetch for fetch in self.orphaned if fetch.ticket.ended)
 
     def settle(self) -> bool:
-        """Wait for the slot of an orphaned copy; False if there is none, or it does not end."""
+        """Wait for the slot of an orphaned copy; return False if there is none, or if it does not end."""
         if self.collect():
             return True
         return any(self._take_back([fetch]) for fetch in list(self.orphaned))
 
     def settle_all(self) -> bool:
-        """Wait for every orphaned copy; whether all slots came back."""
+        """Wait for every orphaned copy; return whether all slots are free again."""
         while self.orphaned and self.settle():
             pass
         return not self.orphaned

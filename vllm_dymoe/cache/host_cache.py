@@ -1,9 +1,9 @@
-"""The host-memory tier: slots in an arena with a hard budget, between the disk and a device with memory of its own.
+"""The host-memory tier: slots with a hard byte budget, between the disk and a device with its own memory.
 
-If all slices fit, they are read at start and stay. Otherwise the planner's rule decides what stays, over a table of the
-tier's own whose uses are the device's misses: experts that the device keeps lose score here and make room for others.
-Reads are tickets of a transfer engine of the tier's own, as many at once as the disk wants. A prediction takes a slot
-that no layer keeps, and is dropped when anything is in demand.
+If all slices fit, they are read at start and stay. Otherwise the planner's rule decides what stays, with a table of the
+tier's own that counts the device's misses as uses: experts that the device keeps lose score here and make room for
+others. Reads are tickets of a transfer engine of the tier's own, as many at once as suits the disk. A prediction takes
+a staging slot, and is dropped when anything is in demand.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
 
-_POLL_SECONDS = 1e-3  # where more slices are asked for at once than there are slots
+_POLL_SECONDS = 1e-3  # poll interval if more slices are requested at once than there are slots
 
 
 class _DiskDelivery(CpuDelivery):
@@ -40,13 +40,14 @@ class _DiskDelivery(CpuDelivery):
 
 
 class HostCache(HostStore):
-    """A store whose slices are in host memory as far as a budget goes, and in files otherwise. HostMemoryError if the
-    budget has no room for two slices of each version, or the memory cannot be had.
+    """A store that keeps slices in host memory within a budget, and the others in files.
+
+    HostMemoryError if the budget has no room for two slices of each version, or if memory cannot be allocated.
 
     Args:
-        nbytes: of host memory, a hard limit.
-        timeout: seconds that a read is waited for; None for ever.
-        shared: its memory, if other processes have the same; there is room for everything, and ``fill`` is next.
+        nbytes: budget of host memory, a hard limit.
+        timeout: seconds to wait for a read; None for no limit.
+        shared: its memory, if other processes share it; it has room for everything, and ``fill`` must be called next.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class HostCache(HostStore):
             self.engine.close()
             _unshare(shared)
             raise
-        self._changed = threading.Condition()  # the lock of all that concerns slots
-        self._expected: set[SliceKey] = set()  # of the layer that computes: the rule knows
+        self._changed = threading.Condition()  # the lock of everything about slots
+        self._expected: set[SliceKey] = set()  # slices of the running layer, whose uses are counted
 
     @property
     def occupies_cores(self) -> bool:
@@ -105,15 +106,18 @@ class HostCache(HostStore):
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> contextlib.AbstractContextManager[Slot]:
-        """With the first projection it is used, if ``expect`` has not said so; what is not there is asked for."""
+        """Lend a slice, see the base class; the first projection counts as a use unless ``expect`` did.
+
+        Misses are requested.
+        """
         if self.whole:
             return contextlib.nullcontext(self.slots.held[key].slot)
         return self._hold(key, projections, wait)
 
-    # -- what steps ask of it ---------------------------------------------------------------------
+    # -- requests of steps ---------------------------------------------------------------------
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """Decide what stays for what a layer's step needs and the device lacks, and begin all reads at once."""
+        """Decide what stays, given the slices that a layer's step needs and the device lacks; start all reads."""
         with self._changed:
             self._expected = set(keys)
             self.slots.collect()
@@ -121,7 +125,7 @@ class HostCache(HostStore):
             self.slots.expect(layer, keys)
 
     def prefetch(self, keys: Iterable[SliceKey]) -> None:
-        """Read predictions about later layers, best first, into idle slots, when nothing is in demand."""
+        """Read predicted slices of later layers into idle slots, best first, unless anything is in demand."""
         with self._changed:
             self.slots.collect()
             for key in keys:
@@ -134,6 +138,12 @@ class HostCache(HostStore):
             self.slots.collect()
             held = self.slots.held.get(key)
             return held is not None and held.complete
+
+    def keeps(self, key: SliceKey) -> bool:
+        """Return whether a slice is in a slot that its layer keeps, or on its way there, and a device can read it."""
+        with self._changed:
+            held = self.slots.held.get(key)
+            return held is not None and held.kept and (self._page_lock is None or held.slot.pinned)
 
     @contextlib.contextmanager
     def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
@@ -152,13 +162,13 @@ class HostCache(HostStore):
                 return held
             try:
                 if not wait and not self.engine.arrived(ticket):
-                    raise BlockingIOError("a disk has to be waited for")
+                    raise BlockingIOError("the read would have to wait for a disk")
                 self.engine.wait(ticket)
             except BaseException as error:
                 self._leave(held)
                 if not isinstance(error, TransferError):
                     raise
-                if ticket.state is not State.CANCELLED:  # a prediction that was dropped just now is asked for again
+                if ticket.state is not State.CANCELLED:  # a prediction that was dropped just now is requested again
                     raise StoreError(str(error)) from error
             else:
                 return held
@@ -172,7 +182,7 @@ class HostCache(HostStore):
                 if not wait:
                     raise BlockingIOError("every slot is in use")
                 if self.slots.stuck:
-                    raise StoreError("every slot of host memory belongs to a read that has not ended; check the disk.")
+                    raise StoreError("every slot of host memory waits for a read that has not ended; check the disk.")
                 self._changed.wait(_POLL_SECONDS)
                 self.slots.collect()
             return self.slots.held[key]
@@ -182,11 +192,15 @@ class HostCache(HostStore):
             self.slots.leave(held)
             self._changed.notify_all()
 
-    # -- its life ---------------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Read and check everything, telling the bytes that have come; there has to be room for it. Closed if the files
-        cannot be read (StoreError)."""
+        """Read and verify everything; there must be room for it.
+
+        Raises StoreError if files cannot be read; the tier is then closed.
+
+        ``progress`` is called with each number of bytes read.
+        """
 
         found = self._shared is not None and self._shared.found
 
@@ -200,7 +214,7 @@ class HostCache(HostStore):
 
         there = self.slots.assign_all()
         try:
-            # Reading and checking both leave the interpreter: threads are worth it even where the files are in memory.
+            # Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
             with ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
                 for nbytes in pool.map(read, there):
                     progress(nbytes)
@@ -213,20 +227,19 @@ class HostCache(HostStore):
         self.whole = True
 
     def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:
-        """Compare what another process has filled with the store's checksums."""
+        """Verify a slice that another process has filled against the store's checksums."""
         try:
             self.files.check(key, packed)
         except DamagedStoreError as error:
             raise StoreError(
-                f"the copy of the experts in {self.files.folder} that another process of this user has in memory is "
-                "not what the store holds; end that process, and start again."
+                f"the copy of the experts in {self.files.folder} in memory that another process of this user made is "
+                "not what the store holds; stop that process and start again."
             ) from error
 
     def resize(self, nbytes: int) -> None:
         """Change the budget; the tier is empty afterwards. No step may be running.
 
-        Raises HostMemoryError if there is no room for two slices of each version, or no memory; the old budget then
-        stays.
+        HostMemoryError if there is no room for two slices of each version, or no memory; then the old budget stays.
         """
         before = self.slots.limit
         with self._changed:
@@ -243,7 +256,7 @@ class HostCache(HostStore):
         self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
 
     def sleep(self) -> None:
-        """Free the memory until ``wake``. No step may be running. HostMemoryError while reads have not ended."""
+        """Free the memory until ``wake``; no step may be running. HostMemoryError while reads have not ended."""
         with self._changed:
             if not self.slots.settle():
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
@@ -251,7 +264,7 @@ class HostCache(HostStore):
             _unshare(self._shared)
 
     def wake(self) -> None:
-        """Allocate as much memory as before, filled if it held everything, else empty; errors as at start."""
+        """Allocate as much memory as before; filled if it held everything, else empty. Errors as at start."""
         try:
             with self._changed:
                 self._make_slots(self.slots.limit, self._shared if self.whole else None)
@@ -262,7 +275,10 @@ class HostCache(HostStore):
             self.fill()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
-        """As a store, with the host memory of both; empty unless both are whole. No step may be running."""
+        """Append another store, see the base class, with the host memory of both; empty unless both hold everything.
+
+        No step may be running.
+        """
         limit, self.experts = self.slots.limit, experts
         if isinstance(other, HostCache) and self.whole and other.whole:
             other.engine.close()
@@ -275,7 +291,7 @@ class HostCache(HostStore):
         self.resize(limit)
 
     def release(self) -> FileStore:
-        """End the reads and free the memory; return the files."""
+        """Stop reads and free the memory; return the files."""
         self.engine.close()
         self.slots.close()
         _unshare(self._shared)
@@ -299,7 +315,7 @@ def _unshare(shared: SharedMemory | None) -> None:
 
 
 def join(model: HostStore, draft: HostStore) -> HostStore:
-    """Return one store of both, the draft's layers last; indices that the model uses continue after its highest."""
+    """Return one store of both, with the draft's layers last; their indices continue after the model's highest."""
     mine, drafted = model.experts.layers, draft.experts.layers
     shift = max(mine) + 1 if set(mine) & set(drafted) else 0
     layers = (*mine, *(layer + shift for layer in drafted))

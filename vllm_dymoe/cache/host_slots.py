@@ -1,7 +1,8 @@
-"""The slots of a host cache: an ExpertCache for each stored version, and what passes between their layers.
+"""The slots of a host cache: an ExpertCache for each stored version, with slots that layers share.
 
-Mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock for every call. On a device what no
-layer keeps goes when it has been used. Here it stays until its slot is wanted, last used last, and may be kept then.
+The mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock during every call. On a device a
+slice that no layer keeps is dropped after use. Here it stays until its slot is needed, least recently used first, and
+may still be admitted until then.
 """
 
 from collections import OrderedDict
@@ -23,13 +24,13 @@ from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.rule import HIGH, HIT, STREAM
 from vllm_dymoe.planner.table import Table, layer_quotas, set_pools
 
-_CHUNK = 256 << 20  # bytes that are locked at once: where the operating system allows less than all, most of it is used
-_FEWEST = 2  # slots that no layer keeps
+_CHUNK = 256 << 20  # bytes that are pinned per call: if the operating system allows only a part, most of that is used
+_FEWEST = 2  # fewest staging slots
 
 
 @dataclass
 class HostPredictions:
-    """Slices that were to be read ahead: all, those that were asked for, and those that gave way to demand."""
+    """Counts of slices to read ahead: all, those that were needed, and those dropped for demand."""
 
     made: int = 0
     useful: int = 0
@@ -38,27 +39,28 @@ class HostPredictions:
 
 @dataclass
 class HostCacheCounts:
-    """What became of the device's misses."""
+    """Outcomes of the device's misses."""
 
-    hits: int = 0  # slices that were in host memory, or on their way there as predictions in time
+    hits: int = 0  # slices that were in host memory, or predicted and in flight
     misses: int = 0  # slices that had to be read
     predictions: HostPredictions = field(default_factory=HostPredictions)
 
 
 class HostSlots:
-    """Slots with a hard budget, and what is in them. HostMemoryError if the budget has no room for two slices of each
-    version, or the memory cannot be had.
+    """Slots with a hard budget, and the slices in them.
+
+    HostMemoryError if the budget has no room for two slices of each version, or if memory cannot be allocated.
 
     Attributes:
         limit: bytes that slots may take.
-        refused: why not all of them are pinned, where there is a device.
-        fetchers: by bit-width. To the cache of a version that version is the high precision, and the only one.
+        refused: why not all of them are pinned, if there is a device.
+        fetchers: by bit-width. In the cache of one version, that version is the only precision, HIGH.
         counts: since the start or the last reset.
-        held: what is in slots, or comes.
-        passing: that of it which no layer keeps, what was used last at the end.
-        coming: that of it which is still read.
-        predicted: that of it which was read ahead for a layer that has not come yet.
-        leaving: what is held no more, and still copied out of its slot.
+        held: slices in slots, or in flight.
+        passing: those of ``held`` that no layer keeps, the last used at the end.
+        coming: those of ``held`` that are still being read.
+        predicted: those of ``held`` that were read ahead for a layer that has not run yet.
+        leaving: slices no longer held that are still being copied out of their slots.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class HostSlots:
         nbytes: int,
         page_lock: CudaPageLock | None,
         engine: TransferEngine,
-        shared: SharedMemory | None = None,  # memory for everything, which other processes have, too
-        counts: HostCacheCounts | None = None,  # to go on with
+        shared: SharedMemory | None = None,  # memory for everything that other processes share
+        counts: HostCacheCounts | None = None,  # counts to continue
     ) -> None:
         self.limit, self._experts, self._engine, self.counts = nbytes, experts, engine, counts or HostCacheCounts()
         self.fetchers: dict[int, Fetcher[ExpertCache]] = {}
@@ -92,7 +94,7 @@ class HostSlots:
             shared.begin(needed)
             found = shared.found
         if not found and (free := available_host_memory()) < needed:
-            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} are free")
+            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} bytes are free")
         arenas: list[Arena] = []  # all of them
         try:
             for bits in experts.formats:
@@ -113,7 +115,7 @@ class HostSlots:
             self.close()
             for arena in arenas:
                 arena.close()
-            raise HostMemoryError(f"{nbytes} bytes of host memory could not be had ({error.strerror})") from error
+            raise HostMemoryError(f"{nbytes} bytes of host memory could not be allocated ({error.strerror})") from error
 
     def _serve(self, bits: int, table: Table, pool: SlotPool) -> None:
         cache = ExpertCache(table, {Precision.HIGH: pool}, {Precision.HIGH: bits}, self._experts.kinds)
@@ -136,17 +138,19 @@ class HostSlots:
 
     @property
     def unbound(self) -> str | None:
-        """Why some of it does not lie near the device; None if it does, or need not."""
+        """The reason why some memory is not near the device; None if all is, or need not be."""
         return next((arena.unbound for pool in self.pools for arena in pool.arenas if arena.unbound), None)
 
     @property
     def orphans(self) -> list[Fetch]:
-        """What was given up, and whose slot is still written or read."""
+        """Fetches that were given up while their slots are still written or read."""
         return [*self.leaving, *(fetch for fetcher in self.fetchers.values() for fetch in fetcher.orphaned)]
 
     def assign_all(self) -> list[Fetch]:
-        """Give every slice a slot for good; there are as many slots as slices, all free. What is returned is for the
-        caller to fill, before ``publish_all``."""
+        """Give every slice a slot for good; return fetches for the caller to fill before ``publish_all``.
+
+        There must be as many slots as slices, all free.
+        """
         for key in all_keys(self._experts):
             kind = self._experts.kinds[key.layer]
             slot = self.fetchers[key.bits].cache.pools[Precision.HIGH].take(kept=True, kind=kind)
@@ -160,7 +164,7 @@ class HostSlots:
             self.fetchers[key.bits].complete(fetch)
 
     def take(self, other: "HostSlots", experts: ModelExperts) -> None:
-        """Hold what another one has, where both hold everything; its layers come after one's own."""
+        """Take over the slots of another one, if both hold everything; its layers follow the own ones."""
         for key, fetch in other.held.items():
             moved = replace(key, layer=key.layer + len(self._experts.layers))
             self.held[moved] = replace(fetch, layer=moved.layer, ticket=replace(fetch.ticket, key=moved))
@@ -173,7 +177,7 @@ class HostSlots:
         self.publish_all()
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """Decide what a layer keeps of what it needs, and begin to read all that is not there."""
+        """Decide which of the needed slices a layer keeps, and start to read those not in memory."""
         if any(key not in self.held for key in keys):
             self._drop_predictions(keys)
         for bits, fetcher in self.fetchers.items():
@@ -201,7 +205,7 @@ class HostSlots:
                     fetcher.keep(self.passing.pop(key))
 
     def begin(self, key: SliceKey, reason: Reason) -> bool:
-        """Start to read a slice, if there is a slot for it."""
+        """Start to read a slice, if there is a slot for it; return whether there is."""
         ahead, start = reason is Reason.PREFETCH, self.fetchers[key.bits].start
         fetch = start(key.layer, key.expert, Precision.HIGH, reason)
         if fetch is None and self._reclaim(key, predictions=not ahead):
@@ -216,7 +220,7 @@ class HostSlots:
         return True
 
     def use(self, key: SliceKey) -> bool:
-        """Lend a slice that is there or comes, until ``leave``; whether there is a slot for it."""
+        """Lend a slice that is in memory or in flight, until ``leave``; return whether there is a slot for it."""
         if key not in self.held and not self.begin(key, Reason.DEMAND):
             return False
         self.held[key].slot.readers += 1
@@ -233,15 +237,15 @@ class HostSlots:
 
     @property
     def stuck(self) -> bool:
-        """No slot will come back but from reads that were given up."""
+        """Whether slots can only come back from reads that were given up."""
         return not self.coming and not any(fetch.slot.readers for fetch in (*self.held.values(), *self.leaving))
 
     def forget_predictions(self, layer: int) -> None:
-        """What was predicted for a layer counts as such until then."""
+        """Mark the predictions for a layer as outdated, because it has run."""
         self.predicted = {key for key in self.predicted if key.layer != layer}
 
     def collect(self) -> None:
-        """Take note of reads that have ended, and of slots that come back."""
+        """Collect reads that have ended, and slots that are free again."""
         for key in [key for key in self.coming if self._ticket(key).ended or self._ticket(key).orphaned]:
             if self._engine.arrived(self._ticket(key)):
                 self._complete(key)
@@ -251,7 +255,7 @@ class HostSlots:
             fetcher.collect()
 
     def settle(self) -> bool:
-        """Give up what is still read; whether all slots have come back, for which it waits, with a limit."""
+        """Give up reads in flight, and wait for them with a time limit; return whether all slots are free again."""
         for key in list(self.coming):
             self._drop(key)
         return all([fetcher.settle_all() for fetcher in self.fetchers.values()]) and not self.leaving
@@ -275,7 +279,7 @@ class HostSlots:
         self.collect()
 
     def _complete(self, key: SliceKey) -> None:
-        """Complete bytes get their row, unless the layer has filled its quota meanwhile, because a step failed."""
+        """Write the row of a complete slice, unless the layer has filled its quota meanwhile because a step failed."""
         self.coming.discard(key)
         fetch, fetcher = self.held[key], self.fetchers[key.bits]
         table = fetcher.cache.table
@@ -285,7 +289,7 @@ class HostSlots:
         fetcher.complete(fetch)
 
     def _drop(self, key: SliceKey) -> None:
-        """Hold a slice no more; its slot is free when nothing reads or writes it."""
+        """Drop a slice; its slot is free when nothing reads or writes it."""
         fetch = self.held.pop(key)
         self.passing.pop(key, None)
         self.coming.discard(key)
@@ -306,7 +310,7 @@ class HostSlots:
         return self.held[key].ticket
 
     def close(self) -> None:
-        """Give the memory back, after the last copies out of it; nothing may be read into it."""
+        """Free the memory, after the last copies out of it; nothing may be read into it."""
         for pool in self.pools:
             for slot in pool.slots:
                 if slot.last_read is not None:
@@ -316,7 +320,10 @@ class HostSlots:
             of.clear()
 
     def check_integrity(self) -> None:
-        """Between steps, assert: every slot is free or holds one slice, layers keep no more than their quotas."""
+        """Raise AssertionError unless every slot is free or holds one slice, and quotas are kept.
+
+        Call it between steps.
+        """
         self.collect()
         assert self.nbytes <= self.limit
         assert self.passing.keys() == {key for key, fetch in self.held.items() if not fetch.kept}
@@ -324,7 +331,7 @@ class HostSlots:
             held = [fetch for key, fetch in self.held.items() if key.bits == bits]
             rows = {(fetch.layer, fetch.expert): fetch.slot.index for fetch in held if fetch.kept and fetch.complete}
             table = fetcher.cache.table
-            assert rows.keys() == table.residents(Precision.HIGH), "rows name other slices than layers keep"
+            assert rows.keys() == table.residents(Precision.HIGH), "rows and kept slices differ"
             assert all(table.slot[0][row] == index for row, index in rows.items()), "a row names another slot"
             flying = [fetch for fetch in held if not (fetch.kept and fetch.complete)]
             flying += [fetch for fetch in self.orphans if fetch.ticket.key.bits == bits]

@@ -1,12 +1,12 @@
 """Moves experts between versions while steps run, so that no step waits (DynaExq 3.2 to 3.5).
 
 Every expert is resident before the first request, in some version. Between two steps :meth:`Migration.turn` publishes
-what has arrived, and at the end of a window plans anew. Copies have the lowest priority; the number of concurrent moves
-and the link's time for them are bounded; each move has its slot before it begins. A copy that fails, is slow or hangs
-costs only its move.
+moves that have arrived, and at the end of a window it plans anew. Copies have the lowest priority; the number of
+concurrent moves and their share of the link's time are bounded; each move has its slot before it begins. A copy that
+fails, is slow or hangs costs only its move.
 
-A residual slice is copied into the slot of the one that leaves, whose expert is low from then on. Versions that exclude
-each other are copied into spare slots, and both rows of a pair change in one turn.
+A residual slice is copied into the slot of the one that it replaces, whose expert is low from then on. Separate
+versions are copied into spare slots, and both rows of a pair change in one turn.
 """
 
 import time
@@ -32,43 +32,45 @@ from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.policies.base import Migrating
 
 Agree = Callable[[Sequence[int]], Sequence[int]]
-"""The least of what all ranks say that compute the same experts together, number by number."""
+"""Returns the minimum of each number over all ranks that compute the same experts together."""
 
-FAILED, UNDER_WAY, ARRIVED = 0, 1, 2  # what a rank says of a move: the least of all holds for each
+FAILED, UNDER_WAY, ARRIVED = 0, 1, 2  # states of a move on a rank; the minimum over ranks counts
 OUTCOMES = ("published", "failed", "late", "refused", "outdated")
-_LOADING = 8  # transfers that are on their way at once before the first request
-_LOOK = 16  # turns from one look at the clocks of several ranks to the next: each costs a message of all
+_LOADING = 8  # concurrent transfers before the first request
+_LOOK = 16  # turns between two checks of several ranks' clocks: each check costs a message
 
 
 @dataclass
 class MigrationStats:
-    """Outcomes of moves, and what they are for."""
+    """Outcomes of moves, and the routers' choices that they serve."""
 
     moves: Counter[str] = field(default_factory=Counter)
-    """By outcome: published; failed; late, not there after a whole window; refused, no slot for it; outdated, not begun
-    before the next plan."""
-    choices: Counter[Precision] = field(default_factory=Counter)  # of routers, by the precision that served them
-    windows: int = 0  # that have ended
-    link_seconds: float = 0.0  # that the link worked for moves
+    """Moves by outcome: published; failed; late, not finished after a whole window; refused, no slot; outdated, not
+    begun before the next plan.
+    """
+    choices: Counter[Precision] = field(default_factory=Counter)  # routers' choices, by the precision that served them
+    windows: int = 0  # number of windows that have ended
+    link_seconds: float = 0.0  # seconds that the link worked for moves
 
 
 @dataclass(eq=False, slots=True)
 class _Move:
-    """A swap whose copies are under way; without copies if it found no slot."""
+    """A swap with its copies in flight; without copies if it found no slot."""
 
     swap: Swap  # which experts change
-    fetches: list[Fetch]  # the version, or slice, that makes one high, and where need be the other's low one
-    window: int  # in which it began
+    # The slice or version that makes one expert high, and, for separate versions, the other's low one.
+    fetches: list[Fetch]
+    window: int  # window in which it began
 
 
 class Migration:
-    """The only writer of one rank's rows; ConfigError if an expert cannot be read.
+    """Moves versions, and writes the rows of one rank alone; ConfigError if an expert cannot be read.
 
     Args:
-        fetcher: of a memory whose slots are all free.
-        hotness: float64 [layers, experts] to begin with; nothing is known if None.
-        agree: with other ranks.
-        decoded: counts what routers choose in steps without the host; None where there are no such steps.
+        fetcher: of a cache whose slots are all free.
+        hotness: initial hotness, float64 [layers, experts]; None if unknown.
+        agree: exchanges numbers with other ranks.
+        decoded: counts of routers' choices in device-planned steps; None if there are none.
     """
 
     def __init__(
@@ -83,24 +85,25 @@ class Migration:
         cache = fetcher.cache
         self._memory, self._fetcher, self._engine, self._migrating = cache, fetcher, fetcher.engine, migrating
         self._agree, self._clock, self._decoded = agree, clock, decoded
-        self._stats, self._windows = MigrationStats(), 0  # windows that have ended, whatever statistics are reset
+        # Number of windows that have ended, which a reset of statistics does not change.
+        self._stats, self._windows = MigrationStats(), 0
         shape = cache.table.precision.shape
         places = cache.table.quotas[:, HIGH]
         self._places = places.astype(np.int64)
         self._worth = expert_worth(cache.experts, migrating, [1.0] * shape[0])
-        compared = migrating.high_set == "model"  # layers are
+        compared = migrating.high_set == "model"  # whether layers are compared with each other
         self._changes = LayerChanges(shape[0] - cache.experts.draft_layers) if compared else None
         self._counts = np.zeros((2, *shape), np.int64)  # uses, and squared gates
         self.uses = np.zeros_like(self._counts)  # the same since rows last changed
         self._seen, self._least = 0, migrating.window_uses * self._counts[0].size
-        self.hotness = np.zeros(shape) if hotness is None else hotness  # in even shares, of the last window
+        self.hotness = np.zeros(shape) if hotness is None else hotness  # of the last window, in even shares
         self._planned: deque[Swap] = deque()
         self._flying: list[_Move] = []
         self._began, self._busy = clock(), 0.0
-        self._moved = 0, 0.0  # since the start, and the link's seconds for them
+        self._moved = 0, 0.0  # moves since the start, and the link's seconds for them
         self._turns, self._look = 0, 1 if agree is list else _LOOK
         self._closing = False
-        # Where nothing is known of traffic, those that lose most.
+        # Without knowledge of traffic, the experts whose low versions lose most are high.
         _bring_all(fetcher, hottest(self._worth * (1.0 if hotness is None else hotness), places))
         for layer in range(shape[0]):
             cache.rows_changed(layer)
@@ -108,18 +111,21 @@ class Migration:
     # -- in a step --------------------------------------------------------------------------------
 
     def count(self, routing: Routing, experts: NDArray[np.int64], uses: NDArray[np.int64]) -> None:
-        """What a layer's router chose in a step of requests: experts int64 [n], each once, and by how many tokens."""
+        """Count a layer's routing in a step of requests.
+
+        ``experts``, int64 [n], contains each expert once; ``uses`` is the number of tokens that chose it.
+        """
         self.uses[0, routing.layer, experts] += uses
         self.uses[1, routing.layer, experts] += routing.squared_gates[experts]
         self.see(routing)
 
     def see(self, routing: Routing) -> None:
-        """Learn what a layer's experts change, as long as it is not known; its choices are in ``uses`` already."""
+        """Learn how much a layer's experts change, until that is known; its choices are in ``uses`` already."""
         if self._changes is not None:
             self._changes.see(routing.layer, routing.x)
 
     def _count(self) -> None:
-        """Enter what was chosen since rows last changed."""
+        """Count the choices made since rows last changed."""
         counts = self.uses[0]
         total = int(counts.sum())
         if not total:
@@ -131,11 +137,10 @@ class Migration:
         self._stats.choices[Precision.LOW] += total - high
         self.uses.fill(0)
 
-    def count_decoded(self, tokens: int, *, large: bool = False) -> None:
-        """The same of all layers, behind a step without the host; layers of a large one have been counted."""
+    def count_decoded(self, tokens: int) -> None:
+        """The same of all layers, behind a step without the host; layers of large batches have been counted."""
         assert self._decoded is not None
-        if not large:
-            self._decoded.add(tokens)
+        self._decoded.add()
         self._seen += tokens * self._memory.experts.top_k * len(self._memory.experts.layers)
 
     # -- between steps ----------------------------------------------------------------------------
@@ -158,11 +163,11 @@ class Migration:
         return self._clock() - self._began
 
     def turn(self) -> None:
-        """Publish what has arrived on all ranks, and begin what there is room for; waits for nothing.
+        """Publish moves that have arrived on all ranks, and begin those for which there is room; never waits.
 
-        Ranks that compute the same experts together take their turns between the same two steps, and whether there is
-        anything to say follows from what all of them know. So they speak together, or not at all. Their clocks differ:
-        they agree that a window is over before any of them closes its counts, or these would not be the same.
+        Ranks that compute the same experts together call this between the same two steps, and whether they exchange
+        numbers follows from what all of them know. So all of them do, or none. Their clocks differ: they agree that a
+        window is over before any of them closes its counts, or the counts would differ.
         """
         self._count()
         self._turns += 1
@@ -217,7 +222,7 @@ class Migration:
                 cache.rows_changed(down[0])
             residual = start(*up, Precision.HIGH, Reason.MIGRATION, kept=True)
             return [] if residual is None else [residual]
-        assert down is not None, "high versions are never fewer than their places"
+        assert down is not None, "places for high versions are never left empty"
         pair = start(*up, Precision.HIGH, Reason.MIGRATION), start(*down, Precision.LOW, Reason.MIGRATION)
         found = [fetch for fetch in pair if fetch is not None]
         if len(found) < len(pair):
@@ -228,7 +233,7 @@ class Migration:
     def _publish(self, move: _Move) -> None:
         _, up, down = move.swap
         for fetch in move.fetches:
-            self._fetcher.complete(fetch)  # a residual slice is named from here on
+            self._fetcher.complete(fetch)  # from here on rows name a residual slice
         if not self._memory.nested:
             assert down is not None
             self._memory.evict(*up)
@@ -240,13 +245,13 @@ class Migration:
         self._end(move, "published")
 
     def _give_up(self, move: _Move, outcome: str) -> None:
-        """Leave rows as they are. A slot that is still written stays out of use until that ends."""
+        """Keep the rows as they are; a slot that is still written stays out of use until that ends."""
         for fetch in move.fetches:
             self._engine.abandon(fetch.ticket)
         self._fetcher.give_up(move.fetches)
         self._end(move, outcome)
         down = move.swap.down
-        if outcome == "failed" and down is not None and self._memory.nested:  # it gave up its slot for nothing
+        if outcome == "failed" and down is not None and self._memory.nested:  # its slot was given up for nothing
             self._planned.appendleft(Swap(move.swap.gain, down, None))
 
     def _end(self, move: _Move, outcome: str) -> None:
@@ -259,7 +264,7 @@ class Migration:
         self.stats.link_seconds += spent
 
     def _end_window(self, now: float) -> None:
-        """Plan anew; abandon moves that have been under way for a whole window."""
+        """Plan anew; abandon moves that have taken more than a whole window."""
         for move in [move for move in self._flying if move.window < self._windows]:
             self._give_up(move, "late")
         self._windows += 1
@@ -281,7 +286,7 @@ class Migration:
                 held[down] = False
         if self._changes is not None and self._changes.enough:
             parts = self._agree(self._changes.parts())
-            rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft decides no token
+            rest = [min(parts)] * (len(self._worth) - len(parts) - 1)  # a draft does not decide tokens
             layers = np.maximum([*parts, parts[-1], *rest], 1) / max(1.0, np.mean(parts))
             self._worth, self._changes = expert_worth(self._memory.experts, migrating, layers), None
         score = self.hotness * self._worth
@@ -292,8 +297,10 @@ class Migration:
 
 
 def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:
-    """Bring every expert before the first request, ``high`` [layers, experts] of them in their high version;
-    ConfigError if one cannot be read."""
+    """Fetch every expert before the first request, those in ``high`` [layers, experts] at their high version.
+
+    ConfigError if one cannot be read.
+    """
     engine, parts = fetcher.engine, fetcher.cache.parts
     pending: deque[Fetch] = deque()
     with engine.uncounted():
@@ -311,4 +318,4 @@ def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:
                 pending.popleft()
         except TransferError as error:
             fetcher.give_up(pending, wait=True)
-            raise ConfigError(f"vllm-dymoe: not every expert can be brought to the device: {error}") from error
+            raise ConfigError(f"vllm-dymoe: an expert could not be fetched to the device: {error}") from error

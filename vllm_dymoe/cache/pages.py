@@ -1,6 +1,6 @@
-"""Host memory: how much is available, and how to map an exact size of it near a device.
+"""Host memory: how much is available, and how to map an exact number of bytes near a device.
 
-torch's allocator of pinned memory rounds up to a power of two: 512 MiB where a layer's experts take 324.
+torch's allocator of pinned memory rounds up to a power of two: 512 MiB for a layer whose experts take 324.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 _NODES = Path("/sys/devices/system/node/online")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
-_PREFERRED = 1  # MPOL_PREFERRED: another node's memory serves where this one's is full
+_PREFERRED = 1  # MPOL_PREFERRED: other nodes serve when this one's memory is full
 
 
 def available_host_memory() -> int:
-    """Bytes that can be allocated without swapping: the machine's, or what a container's limit leaves of them."""
+    """Return the bytes that can be allocated without swapping, within the machine's memory and a container's limit."""
     available = int(psutil.virtual_memory().available)
     for group in groups():
         for limit, used in _LIMITS:
@@ -42,8 +42,10 @@ def available_host_memory() -> int:
 
 @cache
 def machine() -> str:
-    """Twelve hex digits that tell machines apart, the same in all containers of one as far as they show it: what was
-    measured on another machine says nothing."""
+    """Return twelve hex digits that identify the machine; its containers get the same, as far as they can see it.
+
+    What was measured on another machine does not apply.
+    """
     said = [str(os.cpu_count()), str(psutil.virtual_memory().total >> 30), os.uname().machine]
     for path in _MACHINE:
         with contextlib.suppress(OSError):
@@ -54,7 +56,7 @@ def machine() -> str:
 
 
 def _reclaimable(statistics: Path) -> int:
-    """Bytes of the page cache that the container's use counts, and that go when memory is short."""
+    """Return the bytes of page cache that count as the container's memory, but are freed when memory is short."""
     try:
         fields = dict(line.split() for line in statistics.read_text().splitlines())
         return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
@@ -67,17 +69,17 @@ def whole_pages(nbytes: int) -> int:
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes], page-aligned, in huge pages where they fit. Raises OSError if there is no room."""
+    """Map uint8 [nbytes], page-aligned, with huge pages if possible. Raises OSError if there is no memory."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
 def drop_pages(memory: torch.Tensor) -> None:
-    """Give the pages of ``map_bytes`` back at once; tensors that still refer to them read zeros."""
+    """Free the pages of ``map_bytes`` at once; tensors that still refer to them read zeros."""
     if memory.numel() > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
@@ -100,7 +102,7 @@ def prefer_node(memory: torch.Tensor, node: int) -> str | None:
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel counts one bit less than it is told.
+    # The kernel uses one bit less than maxnode says.
     failed = libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(memory.data_ptr()),

@@ -1,4 +1,4 @@
-"""Slots: fixed places for slices in the memory of one tier, handed out and taken back in constant time."""
+"""Slots: fixed places for slices in the memory of one tier, taken and given back in constant time."""
 
 import weakref
 from collections.abc import Sequence
@@ -16,11 +16,13 @@ _NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # made before memory is short
 
 
 class Arena:
-    """One allocation: of a ``device`` with memory of its own, or of host memory, near the device that it may be pinned
-    for, unless ``unbound`` says why not; OSError or RuntimeError if it cannot be had.
+    """One allocation of slots' memory; OSError or RuntimeError if it fails.
+
+    It is on a ``device`` with its own memory, or in host memory, near the device that it may be pinned for unless
+    ``unbound`` says why not.
 
     Attributes:
-        memory: uint8 [nbytes]; host memory is whole pages, of ``shared`` if other processes map the same.
+        memory: uint8 [nbytes]; host memory has whole pages, those of ``shared`` if other processes map the same.
     """
 
     def __init__(
@@ -45,23 +47,25 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the device's copy engine reads it by itself."""
+        """Whether a device's copy engine can read it directly."""
         return self._unlock is not None
 
     def lock(self) -> str | None:
-        """Pin it, once its pages are there. Returns the reason why that failed, or None."""
+        """Pin the memory, once its pages exist; return the reason why that failed, or None."""
         if self._page_lock is None or self.memory.numel() == 0:
             return None
         address = self.memory.data_ptr()
         reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
         if reason is None:
             self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
-            self._unlock.atexit = False  # a process that ends leaves it to the operating system
+            self._unlock.atexit = False  # at exit, the operating system does this
         return reason
 
     def close(self) -> None:
-        """Give the memory back at once, though an abandoned transfer may hold a view of it a moment longer; what other
-        processes have goes with its last view."""
+        """Free the memory at once, though an abandoned transfer may hold a view of it for a moment.
+
+        Memory shared with other processes is freed with its last view.
+        """
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
@@ -78,44 +82,46 @@ class Slot:
 
     index: int  # position in its pool
     kind: int  # of the layers whose slices it holds, see ``ModelExperts.of_kinds``
-    format: ExpertFormat  # what it holds
+    format: ExpertFormat  # format of the slice
     packed: torch.Tensor  # uint8 [format.nbytes]
-    pinned: bool = False  # a device's copy engine reads it by itself
-    readers: int = 0  # copies out of it that have not been enqueued so far
+    pinned: bool = False  # a device's copy engine can read it directly
+    readers: int = 0  # copies out of it that have not been enqueued yet
     last_read: Any = None
-    """Event behind the last computation or copy that reads the slot, for which the next copy into it waits. None where
-    these are synchronous."""
+    """Event after the last computation or copy that reads the slot; the next copy into it waits for it. None if
+    these are synchronous.
+    """
     viewed: "tuple[Slot | None, PackedExpert] | None" = None
-    """The base slot that a residual slice was last seen with, and what the slot was seen as."""
+    """The base slot with which a residual slice was last viewed, and that view."""
 
     def expert(self, base: "Slot | None" = None) -> PackedExpert:
-        """The packed expert in the slot, or in a base slot and this residual slice's; views, made once."""
+        """Return the packed expert in this slot, or in a base slot and this residual slice's; views, cached."""
         if self.viewed is None or self.viewed[0] is not base:
             self.viewed = base, self.format.view(self.packed, None if base is None else base.expert())
         return self.viewed[1]
 
 
 class SlotPool:
-    """Slots for slices of one format: some reserved for what layers keep, the others for whatever comes and goes.
+    """Slots for slices of one format: some reserved for what layers keep, the others for staging.
 
-    A slot that is reserved is not for these: a layer that does not use all of its quota finds it free when it does. A
-    pool that lends gives it away all the same, to what can go at any time, and may be kept there.
+    Staging does not use a reserved slot, so a layer that does not fill its quota yet finds a slot when it does. A pool
+    that lends gives reserved slots to staged slices all the same: these can be dropped at any time, and may be kept
+    there.
 
-    Where the host writes the table, any slot can become any layer's. A prediction that proves right is kept in the
-    staging slot that it came into, without a copy; a slot that an orphaned transfer still writes is missing for a
-    while; and migration moves quotas between layers. So a pool counts free and reserved slots. With device-side
-    planning none of these happens, and a kernel inside a graph can keep no list: each layer has a fixed range of slots,
-    and the lowest that no row names is free (:meth:`~vllm_dymoe.planner.table.Table.free_slots`). Ranges on the host
-    would cost a copy for each prediction that is kept; counts on the device would cost a launch.
+    If the host writes the table, any slot can become any layer's. A correct prediction is kept in the staging slot that
+    it came into, without a copy; a slot that an orphaned transfer still writes is missing for a while; and migration
+    moves quotas between layers. So a pool counts free and reserved slots. With device-side planning none of these
+    happens, and a kernel in a graph cannot keep a list: each layer has a fixed range of slots, and the lowest that no
+    row names is free (:meth:`~vllm_dymoe.planner.table.Table.free_slots`). Ranges on the host would cost a copy for
+    each prediction that is kept; counts on the device would cost a launch.
     """
 
     def __init__(
         self,
-        fmt: ExpertFormat,  # what one slot holds
+        fmt: ExpertFormat,  # format of a slot's slice
         arenas: Sequence[Arena],
         reserved: int = 0,  # slots that layers may keep and do not use yet
         *,
-        slot_bytes: int | None = None,  # from one slot to the next; as many as the slice has if None
+        slot_bytes: int | None = None,  # distance of slots in bytes; the slice's size if None
         lends: bool = False,
     ) -> None:
         self.format, self.arenas, self._lends = fmt, list(arenas), lends
@@ -144,12 +150,12 @@ class SlotPool:
 
     @property
     def pinned(self) -> int:
-        """Bytes that are pinned."""
+        """Number of pinned bytes."""
         return sum(arena.memory.numel() for arena in self.arenas if arena.pinned)
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing, reserved or not."""
+        """Number of free slots, reserved or not."""
         return sum(map(len, self._free))
 
     @property
@@ -158,8 +164,11 @@ class SlotPool:
         return sum(self._reserved)
 
     def fence(self, filled: Any) -> None:
-        """Let the first copy into each slot wait for an event behind the pool's making: the memory may have been
-        another tensor's, which kernels still read, and the kernel that fills it may not have begun."""
+        """Make the first copy into each slot wait for an event after the pool's allocation.
+
+        The memory may have been another tensor's, which kernels still read, and the kernel that clears it may not have
+        run.
+        """
         for slot in self.slots:
             slot.last_read = filled
 
@@ -172,11 +181,11 @@ class SlotPool:
         return self._free[kind].pop()
 
     def keep(self, slot: Slot) -> None:
-        """A slot that was taken for the time being is kept from now on, and another one is free for that."""
+        """Record that a slot taken for staging is kept, and uses up a reservation."""
         self._reserved[slot.kind] -= 1
 
     def lend(self, slot: Slot) -> None:
-        """A slot that was taken to be kept will not be: another one is reserved for its layer."""
+        """Record that a slot taken to be kept will not be, and return its reservation."""
         self._reserved[slot.kind] += 1
 
     def give_back(self, slot: Slot, *, kept: bool) -> None:
@@ -204,7 +213,7 @@ class SlotPool:
         return [(slots[0].packed.data_ptr(), slots[0].format.nbytes, len(slots)) for slots in found]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for slot in self.slots:
             slot.viewed = None
         self.slots.clear()
@@ -213,6 +222,6 @@ class SlotPool:
             self.arenas.pop().close()
 
     def check_integrity(self, in_use: Sequence[int]) -> None:
-        """AssertionError unless every slot is either free or in ``in_use``, once."""
+        """Raise AssertionError unless every slot is either free or in ``in_use``, once."""
         indices = sorted([*(slot.index for free in self._free for slot in free), *in_use])
         assert indices == list(range(self.count)), f"slots lost or doubled: {indices} of {self.count}"

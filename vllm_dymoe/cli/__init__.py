@@ -1,4 +1,7 @@
-"""The command ``vllm-dymoe``. Its help needs neither torch nor vLLM; what a command needs it imports when it runs."""
+"""The command ``vllm-dymoe``.
+
+Its help needs neither torch nor vLLM; each command imports what it needs when it runs.
+"""
 
 from vllm_dymoe.cli.app import app
 

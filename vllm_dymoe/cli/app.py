@@ -10,23 +10,23 @@ from typer.core import TyperGroup
 from vllm_dymoe import __version__
 
 Model = Annotated[str, typer.Argument(help="Model to serve, as for `vllm serve`.")]
-TraceFile = Annotated[Path, typer.Argument(help="Trace file, or folder that one is or was recorded to.")]
+TraceFile = Annotated[Path, typer.Argument(help="Trace file, or folder of recorded traces.")]
 Engine = Annotated[str, typer.Option(help="Arguments of vLLM's LLM, as JSON: '{\"max_model_len\": 4096}'.")]
 Prompts = Annotated[
-    str, typer.Option(help="File of prompts (ShareGPT, custom, spec_bench or lines), shipped, or random:LENGTH.")
+    str, typer.Option(help="File of prompts (ShareGPT, custom, spec_bench or lines), 'shipped', or random:LENGTH.")
 ]
 Link = Annotated[
     list[str] | None,
-    typer.Option(help="Emulated on a CPU: 12MB/s; several times."),
+    typer.Option(help="Rate of the emulated link on a CPU: 12MB/s; repeatable."),
 ]
-Disk = Annotated[str | None, typer.Option(help="Rate of a disk under host memory: 2GB/s; `bench` emulates it.")]
-HostMemory = Annotated[str | None, typer.Option(help="Bytes of host memory for experts: 16GB.")]
+Disk = Annotated[str | None, typer.Option(help="Rate of the disk with the experts: 2GB/s; `bench` emulates it.")]
+HostMemory = Annotated[str | None, typer.Option(help="Host memory for experts: 16GB.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism.")]
-DataParallel = Annotated[int, typer.Option(min=1, help="Engines of data parallelism, with a batch each.")]
-Stages = Annotated[int, typer.Option(min=1, help="Stages of a pipeline.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines over which the ranks are spread; `bench` finds them by Ray.")]
+DataParallel = Annotated[int, typer.Option(min=1, help="Data-parallel engines, with a batch each.")]
+Stages = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines that share the ranks; `bench` finds them through Ray.")]
 Figure = Annotated[Path | None, typer.Option(help="Picture to write: a .png or .svg file; needs matplotlib.")]
-ExpertParallel = Annotated[bool, typer.Option("--ep", help="Ranks share out whole experts.")]
+ExpertParallel = Annotated[bool, typer.Option("--ep", help="Expert parallelism: each rank has whole experts.")]
 Architecture = Annotated[
     Literal["linear+input", "paper", "paper+input", "paper-shared", "linear"],
     typer.Option(help="Kind of network; those with +input need a trace with router inputs."),
@@ -34,7 +34,10 @@ Architecture = Annotated[
 
 
 class Commands(TyperGroup):
-    """Errors of this package are a sentence on stderr and exit code 1; any other stays a traceback."""
+    """Commands that print errors of this package as a sentence on stderr and exit with 1.
+
+    Other errors keep their traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,7 +67,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} is not JSON ({error}).") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} has to be a JSON object, such as '{{\"high\": 16}}'.")
+        raise ConfigError(f"{option} must be a JSON object, such as '{{\"high\": 16}}'.")
     return value
 
 
@@ -102,18 +105,18 @@ def quantize(
     ] = "0",
     group_size: Annotated[
         Literal["32", "64", "128"] | None,
-        typer.Option(help="Weights that share one scale and zero: 64, or what a quantized checkpoint has."),
+        typer.Option(help="Weights per scale and zero; default 64, or as in a quantized checkpoint."),
     ] = None,
     quantizer: Annotated[
         Literal["rtn", "hqq", "gptq", "e8"] | None,
-        typer.Option(help="With --calibration GPTQ, or E8, the best at 2 bits; else round to nearest, or HQQ."),
+        typer.Option(help="gptq or e8 (best at 2 bits) with --calibration; otherwise rtn or hqq."),
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Folder that `vllm-dymoe calibrate` wrote for MODEL; for gptq and e8.")
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16"],
-        typer.Option(help="Of scales, activations and 16-bit experts; auto takes the checkpoint's."),
+        typer.Option(help="Type of scales, activations and 16-bit experts; auto keeps the checkpoint's."),
     ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a dymoe checkpoint.")] = False,
 ) -> None:
@@ -132,21 +135,21 @@ def calibrate(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint with 16-bit weights, or of a store.")],
     texts: Annotated[
         list[Path] | None,
-        typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; several times.'),
+        typer.Option("--texts", help='File of plain text, or .jsonl with {"text": ...} in each line; repeatable.'),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write; the same one to go on after a break.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; give it again to resume.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to read.")] = 131072,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text that are read together.")] = 2048,
-    high: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model reads.")] = "16",
+    length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 2048,
+    high: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits per weight while the model runs.")] = "16",
     expert_budget: Annotated[
-        str, typer.Option(help='Device memory for experts, as the option: "auto", "4GiB" or "25%".')
+        str, typer.Option(help='Device memory for experts, as the option expert_budget: "auto", "4GiB" or "25%".')
     ] = "auto",
-    link: Annotated[str | None, typer.Option(help="Without texts, of an emulated link on a CPU: 25GB/s.")] = None,
+    link: Annotated[str | None, typer.Option(help="Without texts: rate of an emulated link on a CPU, 25GB/s.")] = None,
 ) -> None:
-    """Let a model read texts in vLLM and record what its experts see, for `quantize --calibration`; without texts,
-    measure the link and the host with a store's experts, for `misses`."""
+    """Run texts through a model in vLLM and record its experts' inputs, for `quantize --calibration`.
+
+    Without texts, measure link and CPU with a store's experts, for `misses`.
+    """
     from vllm_dymoe.cli.calibrate import measure, run
 
     if not texts:
@@ -155,7 +158,7 @@ def calibrate(
     if out is None:
         from vllm_dymoe.options import ConfigError
 
-        raise ConfigError("what experts see in the texts has to be written somewhere: --out.")
+        raise ConfigError("set the folder for the recorded inputs of experts: --out.")
     run(model, texts, out, tokens=tokens, length=length, high=int(high), expert_budget=expert_budget)
 
 
@@ -164,19 +167,21 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="Folder of an expert store, a dymoe checkpoint or a MoE checkpoint.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every expert and check its checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    budget: Annotated[str, typer.Option(help="Budget for which to say what is where.")] = "25%",
-    host_memory: Annotated[str, typer.Option(help="The same of host memory.")] = "auto",
+    budget: Annotated[str, typer.Option(help="Device budget for the table of memory tiers.")] = "25%",
+    host_memory: Annotated[str, typer.Option(help="Host memory for the table of memory tiers.")] = "auto",
 ) -> None:
-    """Show layers, experts, bytes and feasible budgets of a store or a checkpoint, and what each memory tier would
-    hold."""
+    """Show layers, experts, sizes and feasible budgets of a store or checkpoint.
+
+    Also shows what each memory tier would hold.
+    """
     from vllm_dymoe.cli.inspect import run
 
     run(path, budget, host_memory, verify=verify, as_json=as_json)
 
 
-cache = typer.Typer(cls=Commands, name="cache", help="Packed experts that earlier starts keep.", no_args_is_help=True)
+cache = typer.Typer(cls=Commands, name="cache", help="Packed experts of earlier starts.", no_args_is_help=True)
 app.add_typer(cache)
-StoreDir = Annotated[Path | None, typer.Option(help="Folder of the stores, if it is not that of the option store_dir.")]
+StoreDir = Annotated[Path | None, typer.Option(help="Folder of the stores; default as for the option store_dir.")]
 
 
 @cache.command("list")
@@ -184,7 +189,7 @@ def list_(
     store_dir: StoreDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
 ) -> None:
-    """Show what is kept, and whether a start can use it."""
+    """List stores, and whether a start can use them."""
     from vllm_dymoe.cli.cache import list_stores
 
     list_stores(store_dir, as_json=as_json)
@@ -194,10 +199,10 @@ def list_(
 def clean_(
     names: Annotated[list[str] | None, typer.Argument(help="Stores to remove, as `list` names them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all stores.")] = False,
-    unused_days: Annotated[int | None, typer.Option(min=0, help="Remove those that were not used for so long.")] = None,
+    unused_days: Annotated[int | None, typer.Option(min=0, help="Remove stores unused for this many days.")] = None,
     store_dir: StoreDir = None,
 ) -> None:
-    """Remove stores; without arguments those that are damaged or unfinished, which no start can use."""
+    """Remove stores; without arguments, damaged or unfinished ones, which no start can use."""
     from vllm_dymoe.cli.cache import clean_stores
 
     clean_stores(names or (), store_dir, everything=everything, unused_days=unused_days)
@@ -207,16 +212,19 @@ def clean_(
 def trace(
     model: Model,
     prompts: Annotated[str, typer.Option(help="File of prompts, as for `bench`.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that the trace goes to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the trace.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Record the routers' inputs as well: hundreds of times larger.")
     ] = False,
-    limit: Annotated[str, typer.Option(help="How large the folder may become.")] = "256MiB",
+    limit: Annotated[str, typer.Option(help="Maximum size of the folder.")] = "256MiB",
     options: Annotated[str, typer.Option(help="Options of the plugin, as JSON: '{\"high\": 16}'.")] = "{}",
     engine: Engine = "{}",
 ) -> None:
-    """Run prompts through a model and record which experts each token chooses; a trace tells about the prompts."""
+    """Run prompts through a model and record which experts each token chooses.
+
+    A trace reveals information about the prompts.
+    """
     import vllm_dymoe
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.options import ConfigError
@@ -224,7 +232,7 @@ def trace(
 
     asked = read_prompts(prompts)
     if asked.is_random:
-        raise ConfigError("random prompts say nothing about routers; give a file.")
+        raise ConfigError("random prompts say nothing about routing; give a file of prompts.")
     texts = [prompt.text for prompt in asked.prompts]
     found = vllm_dymoe.record_trace(
         model, texts, out, max_tokens=max_tokens, limit=limit, inputs=inputs,
@@ -232,8 +240,8 @@ def trace(
     )  # fmt: skip
     typer.echo(f"{found['tokens']} tokens of {len(texts)} prompts, {size(found['bytes'])} in {out}.")
     if not found["recording"]:
-        typer.echo(f"It ends early: --limit {limit} was reached.")
-    typer.echo(f"To see what a cache gains by it:\nvllm-dymoe plan {model} --gpu GPU --trace {out}")
+        typer.echo(f"The trace ends early, because it reached --limit {limit}.")
+    typer.echo(f"To plan with it:\nvllm-dymoe plan {model} --gpu GPU --trace {out}")
 
 
 @app.command()
@@ -241,10 +249,13 @@ def train(
     trace: TraceFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write, for the option `predictor`.")],
     architecture: Architecture = "linear+input",
-    epochs: Annotated[int, typer.Option(min=1, help="At most; linear+input has none.")] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="Maximum number of epochs; linear+input uses none.")] = 20,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is trained.")] = "cpu",
 ) -> None:
-    """Train a predictor of the next layers' experts on a trace; a server can do it by itself (`train_predictor`)."""
+    """Train a predictor of the next layers' experts on a trace.
+
+    A server can also train one itself (`train_predictor`).
+    """
     from vllm_dymoe.cli.train import run
     from vllm_dymoe.prefetch.training import Recipe
 
@@ -255,18 +266,18 @@ def train(
 def bench(
     model: Model,
     policy: Annotated[
-        list[str] | None, typer.Option(help='A policy\'s name, or options as JSON with a "label"; several times.')
+        list[str] | None, typer.Option(help='A policy\'s name, or options as JSON with a "label"; repeatable.')
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Something else that serves the model; several times.")] = None,
-    budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; several times.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; several times.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Another server to compare with; repeatable.")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help="As the option expert_budget; repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
     link: Link = None,
     misses: Annotated[
-        list[str] | None, typer.Option(help="As the option misses: fetch, compute or share; several times.")
+        list[str] | None, typer.Option(help="As the option misses: fetch, compute or share; repeatable.")
     ] = None,
     prompts: Prompts = "shipped",
-    requests: Annotated[int, typer.Option(min=1, help="Requests that are measured for each row.")] = 16,
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests before them that are not.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Measured requests for each row.")] = 16,
+    warm_up: Annotated[int, typer.Option(min=1, help="Unmeasured requests before them.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     options: Annotated[str, typer.Option(help="Options of every policy, as JSON: '{\"high\": 8}'.")] = "{}",
     engine: Engine = "{}",
@@ -277,13 +288,13 @@ def bench(
     pp: Stages = 1,
     ep: ExpertParallel = False,
     nodes: Nodes = 1,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; the same one to go on.")] = Path("bench"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of rows; give it again to resume.")] = Path("bench"),
     figure: Figure = None,
     prefixes: Annotated[
         int, typer.Option(min=0, help="Measure first tokens of prompts of so many tokens instead: cold and cached.")
     ] = 0,
 ) -> None:
-    """Measure policies side by side: times, hits, bytes and memory, for each budget and batch size."""
+    """Measure policies side by side: latency, hits, bytes and memory, for each budget and batch size."""
     from vllm_dymoe.bench.cases import Workload
     from vllm_dymoe.bench.prompts import read_prompts
     from vllm_dymoe.cli.bench import Bench
@@ -305,20 +316,20 @@ def bench(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="Folder with a config.json, or a model of the Hugging Face hub.")],
-    gpu: Annotated[str | None, typer.Option(help="A GPU's name.")] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of the link: 25GB/s; else that of the data sheet.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="What routers chose; else a stated skew.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 1,
+    model: Annotated[str, typer.Argument(help="Folder with a config.json, or a model on the Hugging Face hub.")],
+    gpu: Annotated[str | None, typer.Option(help="Name of a GPU, such as rtx4090.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of the link: 25GB/s; default from the data sheet.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Recorded routing; default synthetic routing.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode concurrently.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
-    max_model_len: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 8192,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="As of `vllm serve`.")] = 16,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As of `vllm serve`.")] = 0.9,
+    max_model_len: Annotated[int, typer.Option(min=1, help="As for `vllm serve`.")] = 8192,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As for `vllm serve`.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As for `vllm serve`.")] = 0.9,
     policy: Annotated[list[str] | None, typer.Option(help="Show this policy at every budget; repeatable.")] = None,
     disk: Disk = None,
     host_memory: HostMemory = None,
     misses: Annotated[
-        str, typer.Option(help="fetch, or the rate at which the host computes those that it does not: 60GB/s.")
+        str, typer.Option(help="fetch, or the rate of CPU execution that shares the misses: 60GB/s.")
     ] = "fetch",
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
@@ -328,9 +339,9 @@ def plan(
     cards_per_switch: Annotated[int, typer.Option(min=1, help="Cards that share one link to the host.")] = 1,
     network: Annotated[str | None, typer.Option(help="Rate between a node and the others: 12GB/s.")] = None,
     figure: Figure = None,
-    measured: Annotated[Path | None, typer.Option(help="What `make gpu` has written on this GPU.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="Report of `make gpu` on this GPU.")] = None,
 ) -> None:
-    """Say what fits on a device, how fast each policy will be, and which options to take; nothing is loaded."""
+    """Predict what fits on a device and how fast each policy is, and recommend options; nothing is loaded."""
     from vllm_dymoe.cli import plan as planning
     from vllm_dymoe.options import ConfigError
     from vllm_dymoe.plan.choice import ServeSettings
@@ -338,7 +349,7 @@ def plan(
     from vllm_dymoe.plan.ranks import Ranks
 
     if gpu is None:
-        raise ConfigError("say for which device: --gpu rtx4090.")
+        raise ConfigError("name the device, such as --gpu rtx4090.")
     serving = ServeSettings(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
     card = find_device(gpu, link, measured)

@@ -1,4 +1,4 @@
-"""``vllm-dymoe bench``: policies, budgets and batches on one model, measured and put side by side."""
+"""``vllm-dymoe bench``: measures policies, budgets and batches on one model, side by side."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,22 +28,22 @@ from vllm_dymoe.resolve import resolve_options
 
 @dataclass
 class Bench:
-    """A model, what it is asked, and where rows go."""
+    """A model, its prompts, and where rows are written."""
 
     model: str  # as for ``vllm serve``
     asked: PromptSet  # prompts
     workload: Workload  # of every case
-    options: Mapping[str, Any]  # of every policy
+    options: Mapping[str, Any]  # common to all policies
     engine: Mapping[str, Any]  # arguments of vLLM's LLM
     out: Path  # folder of rows
-    figure: Path | None = None  # picture of the rows, if one is asked for
+    figure: Path | None = None  # picture of the rows, if requested
 
     @cached_property
     def shape(self) -> ModelShape:
         return read_shape(self.model)
 
     def measure(self, cases: Sequence[Case]) -> list[Row]:
-        """Rows of all cases; those that there are already are not measured again."""
+        """Return the rows of all cases; those measured before are not measured again."""
         with count_progress(lines=True) as advance:
             expert_bytes = self.shape.packed((16,)).nbytes(16)
             return measure(cases, self.asked, self.out, expert_bytes=expert_bytes, progress=advance)
@@ -63,7 +63,9 @@ class Bench:
                 "asked for; lower --requests."
             )
         if requests < (together := max(batches) * self.engine.get(ENGINES, 1)):
-            raise ConfigError(f"{requests} requests are no batch of {together}; raise --requests or lower --batch.")
+            raise ConfigError(
+                f"{requests} requests do not fill a batch of {together}; raise --requests or lower --batch."
+            )
         subjects = [*(subject_of(policy, self.options) for policy in policies), *self._peers(peers)]
         if misses:
             subjects = [_with_misses(way, subject) for way in misses for subject in subjects]
@@ -86,12 +88,12 @@ class Bench:
         typer.echo(f"Written: {self.out / ROWS}")
 
     def _peers(self, names: Sequence[str]) -> Iterator[Subject]:
-        """Those that can run here; of the others a sentence says why not."""
+        """Yield the peers that can run here; print why others cannot."""
         for name in names:
             if (offloads := PEERS.get(name)) is None:
-                raise ConfigError(f"{name} is no peer; known are {', '.join(PEERS)}.")
+                raise ConfigError(f"{name} is not a known peer; known are {', '.join(PEERS)}.")
             if offloads and not torch.cuda.is_available():
-                typer.echo(f"{name} is left out: it offloads from a GPU, and there is none.")
+                typer.echo(f"{name} is left out: it needs a GPU, and there is none.")
             else:
                 yield Subject(name, peer=name, budgets=None if offloads else (EVERYTHING,))
 
@@ -100,14 +102,14 @@ class Bench:
         title = (
             f"{self.model}: {workload.requests} requests of {workload.max_tokens} tokens, prompts: {workload.name}, "
             f"warm-up: {workload.warm_up} requests"
-            + ("; random prompts, whose hit rates say nothing and are left out" if workload.random else "")
+            + ("; prompts are random, so hit rates would mean nothing and are left out" if workload.random else "")
         )
         found = numbers(rows, self._bounds(rows))
         body = [cells(row) for row in found]
         for heading, columns in zip((title, "Bytes"), for_terminals(body), strict=True):
             print_table(heading, columns, [[line[name] for name in columns] for line in body])
         if compared:
-            typer.echo(f"{compared} answers of the same precision are the same, token by token.")
+            typer.echo(f"{compared} answers of equal precision are equal, token by token.")
         page = self.out / "table.md"
         replace_file(page, f"{title}\n\n{markdown(list(body[0]), (line.values() for line in body))}\n".encode())
         table = self.out / "table.json"
@@ -118,7 +120,7 @@ class Bench:
         typer.echo(f"Written: {', '.join(map(str, written))}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
-        """What this machine reached before anything ran on it, and what a token has to read."""
+        """Return the machine's rates before anything ran on it, and the bytes that a token has to read."""
         (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
         bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
@@ -127,8 +129,10 @@ class Bench:
 
 
 def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
-    """Tokens per second against memory for experts: a line for each policy and batch, a level for what has no budget
-    of experts."""
+    """Tokens per second by memory for experts.
+
+    One line per policy and batch, and a level for servers without such a budget.
+    """
     panel = Panel(model, "memory for experts, MB", "tokens per second")
     batches = len({row["batch"] for row in found}) > 1
     for row in found:
@@ -144,14 +148,14 @@ def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def _behind(rate: float, subject: Subject) -> Subject:
-    """A subject behind an emulated link; a peer has none."""
+    """Return a subject with an emulated link; a peer has none."""
     if subject.options is None:
         return subject
     return replace(subject, options={**subject.options, "link_gbps": rate / 1e9})
 
 
 def _with_misses(way: str, subject: Subject) -> Subject:
-    """A subject with the option ``misses``; a peer has none."""
+    """Return a subject with the option ``misses``; peers are returned unchanged."""
     if subject.options is None:
         return subject
     options = {**subject.options, "misses": way}

@@ -1,4 +1,4 @@
-"""``vllm-dymoe cache``: the packed experts that earlier starts keep in ``store_dir``, and what of them goes."""
+"""``vllm-dymoe cache``: lists and removes the packed experts that earlier starts wrote to ``store_dir``."""
 
 import json
 import os
@@ -27,19 +27,19 @@ _USELESS = (DAMAGED, UNFINISHED)
 
 @dataclass(frozen=True)
 class CachedModel:
-    """What one folder of the cache holds: the experts of a model, for each rank."""
+    """Content of one folder of the cache: the experts of a model, for each rank."""
 
-    name: str  # of the folder: the model's and its fingerprint
+    name: str  # name of the folder: the model's and its fingerprint
     state: str
     bytes: int
-    ranks: int  # that are complete
+    ranks: int  # number of complete ranks
     bits: tuple[int, ...]
     quantizer: str
-    unused_days: int  # since a file was read or written, as far as the file system keeps that
+    unused_days: int  # days since a file was read or written, as far as the file system records it
 
 
 def list_stores(store_dir: Path | None, *, as_json: bool) -> None:
-    """Print what is in the cache, the largest first."""
+    """Print the content of the cache, the largest first."""
     root = _root(store_dir)
     found = sorted(cached_models(root), key=lambda one: -one.bytes)
     if as_json:
@@ -53,15 +53,17 @@ def list_stores(store_dir: Path | None, *, as_json: bool) -> None:
 
 
 def clean_stores(names: Sequence[str], store_dir: Path | None, *, everything: bool, unused_days: int | None) -> None:
-    """Remove stores by name, all, or those that were not used for so long; without a choice what no start can use.
-    ConfigError for a name that is none, or of a store that is being written."""
+    """Remove stores by name, all, or those unused for some days; without a choice, those that no start can use.
+
+    ConfigError for an unknown name, or for a store that is being written.
+    """
     root = _root(store_dir)
     found = {one.name: one for one in cached_models(root)}
     for name in names:
         if name not in found:
-            raise ConfigError(f"{name!r} is no store in {root}; `vllm-dymoe cache list` names them.")
+            raise ConfigError(f"there is no store {name!r} in {root}; `vllm-dymoe cache list` names them.")
         if found[name].state == WRITTEN:
-            raise ConfigError(f"{name} is being written by a start that is running; end that first.")
+            raise ConfigError(f"{name} is being written by a running start; stop that first.")
     chosen = [found[name] for name in names]
     if not names:
         chosen = [one for one in found.values() if everything or one.state in _USELESS]
@@ -71,11 +73,11 @@ def clean_stores(names: Sequence[str], store_dir: Path | None, *, everything: bo
         _remove(root / one.name)
         typer.echo(f"{'left' if (root / one.name).exists() else 'removed'} {one.name}, {size(one.bytes)}.")
     if not chosen:
-        typer.echo("Nothing to remove; name a store, or take --all or --unused-days.")
+        typer.echo("Nothing to remove; name a store, or use --all or --unused-days.")
 
 
 def cached_models(root: Path) -> list[CachedModel]:
-    """Every folder of packed experts below a root; whatever else lies there is none."""
+    """Return every folder of packed experts in a root; other content is ignored."""
     if not root.is_dir():
         return []
     folders = (Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
@@ -111,7 +113,7 @@ def _describe(folder: Path, parts: Sequence[Path]) -> CachedModel:
 
 
 def _version(part: Path) -> str:
-    """Of a manifest that another vllm-dymoe has written, or why it cannot be read."""
+    """Return the plugin version of a manifest of another version, or that it cannot be read."""
     try:
         return f"version {json.loads((part / MANIFEST).read_bytes())['version']}"
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,13 +121,13 @@ def _version(part: Path) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Stores of ranks, and temporary folders."""
+    """Return the stores of ranks, and temporary folders."""
     entries = (Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     return sorted(path for path in entries if _RANK.match(path.name))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder's stores, but for what is being written."""
+    """Remove a folder's stores, except those being written."""
     parts = _parts(folder)
     clean(path for path in parts if is_temporary(path))
     for path in parts:
@@ -140,5 +142,5 @@ def _bits(one: CachedModel) -> str:
 
 
 def _root(store_dir: Path | None) -> Path:
-    """What is asked for, or where a start would look."""
+    """Return the given folder, or the one where a start would look."""
     return store_root(resolve_options().store_dir if store_dir is None else store_dir)

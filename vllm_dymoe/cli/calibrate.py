@@ -1,4 +1,4 @@
-"""``vllm-dymoe calibrate``: a bar while the model reads, and what to do with the result."""
+"""``vllm-dymoe calibrate``: shows progress while the model reads, and then how to use the result."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from vllm_dymoe.units import size
 def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, high: int, expert_budget: str) -> None:
     options = {"high": high, "expert_budget": expert_budget}
     resolve_options(options, environment={})
-    Checkpoint.open(model)  # refuses what cannot be quantized before an engine starts
+    Checkpoint.open(model)  # refuses unsupported checkpoints before an engine starts
     words = list(_read(texts))
     try:
         with count_progress(f"Calibrating {model.name}, tokens") as progress:
@@ -34,7 +34,7 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise ConfigError("a model is calibrated while vLLM runs it, and vLLM is not installed.") from error
+        raise ConfigError("calibration runs the model in vLLM, which is not installed.") from error
     typer.echo(
         f"The inputs of {len(recording.layers)} layers for {sum(recording.parts)} tokens, {size(recording.nbytes)}, "
         f"are recorded. To use them:\nvllm-dymoe quantize {model} -o OUT --calibration {out}"
@@ -42,10 +42,10 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
 
 
 def measure(folder: Path, link: str | None) -> None:
-    """Keep beside a store how fast this machine brings and computes its experts, each while the other works."""
+    """Measure how fast this machine fetches and computes a store's experts, and store the rates next to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and link is None:
-        raise ConfigError("a CPU has no link that could be measured; say how fast an emulated one is: --link 25GB/s.")
+        raise ConfigError("a CPU has no link to measure; set the rate of an emulated one: --link 25GB/s.")
     files = FileStore(folder)
     bits = sorted(files.experts.formats, reverse=True)
     given = {"high": bits[0], "low": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
@@ -57,7 +57,7 @@ def measure(folder: Path, link: str | None) -> None:
         store.fill(progress)
     (folder / RATES).unlink(missing_ok=True)
     server = ExpertServer(store, options, device, rates=folder / RATES)
-    typer.echo(f"Here {server.cpu_execution.describe()}: kept in {folder / RATES}.")
+    typer.echo(f"Here {server.cpu_execution.describe()}; stored in {folder / RATES}.")
     server.close()
 
 
@@ -71,6 +71,6 @@ def _read(paths: list[Path]) -> Iterator[str]:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not a text in UTF-8.") from error
+            raise ConfigError(f"{path} is not UTF-8 text.") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f'{path} does not have an object with a "text" in each line ({error!r}).') from error

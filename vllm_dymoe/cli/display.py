@@ -44,7 +44,7 @@ def _bar(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields what is called with each number of bytes done."""
+    """Yield a function to call with each number of bytes done."""
     with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as bar:
         task = bar.add_task(description, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
@@ -52,7 +52,7 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
 
 @contextmanager
 def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields what is called with how many are done, how many there are, and what is done now, printed as ``lines``."""
+    """Yield a function to call with the number done, the total, and the current item, which ``lines`` prints."""
     with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(description, total=None)
 

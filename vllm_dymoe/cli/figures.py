@@ -1,4 +1,4 @@
-"""Line charts for `--figure`, by matplotlib, which is an extra."""
+"""Line charts for `--figure`, drawn by matplotlib, which is an extra."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ SUFFIXES = (".png", ".svg")
 LIGHT = {"ink": "#1f2328", "quiet": "#59636e", "grid": "#d1d9e0", "paper": "#ffffff"}
 DARK = {"ink": "#f0f6fc", "quiet": "#9198a1", "grid": "#3d444d", "paper": "#0d1117"}
 COLOURS = ("#2f81f7", "#e8710a", "#2da44e", "#a371f7", "#d6409f", "#12a5a5", "#bf8700", "#8b949e")
-"""Readable on both papers."""
+"""Readable on light and dark paper."""
 _PANEL_INCHES = 5.2, 3.6
 
 
@@ -27,9 +27,9 @@ class Panel:
 
 
 def require(path: Path) -> None:
-    """ConfigError if a picture cannot be written to ``path``: before anything is measured, not after."""
+    """Raise ConfigError if a picture cannot be written to ``path``; call it before measuring."""
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--figure {path} has to end in {' or '.join(SUFFIXES)}.")
+        raise ConfigError(f"--figure {path} must end in {' or '.join(SUFFIXES)}.")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -37,7 +37,7 @@ def require(path: Path) -> None:
 
 
 def style(palette: Mapping[str, str] = LIGHT) -> Any:  # a dictionary; matplotlib's own type names every setting
-    """Settings of matplotlib for one palette; the same input gives the same file."""
+    """Return settings of matplotlib for a palette; equal input gives an equal file."""
     return {
         "svg.fonttype": "path", "svg.hashsalt": "vllm-dymoe", "font.size": 10, "axes.titlesize": 11,
         "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False,
@@ -50,7 +50,7 @@ def style(palette: Mapping[str, str] = LIGHT) -> Any:  # a dictionary; matplotli
 
 
 def draw(path: Path, panels: Sequence[Panel], *, palette: Mapping[str, str] = LIGHT) -> Path:
-    """Write the panels side by side, and return ``path``; ConfigError where `require` says so."""
+    """Write the panels side by side, and return ``path``; ConfigError as for `require`."""
     require(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -40,16 +40,19 @@ _TABLES = {
     "memory_tiers": "What each memory tier would hold",
     "budgets": "Budgets, kernel workspace included",
 }
-_SAID = {"ordered": "columns in another order at bits", "fallbacks": "not calibrated"}
+_SAID = {"ordered": "bits with reordered columns", "fallbacks": "not calibrated"}
 _NOT_KNOWN = {
-    "disk": "not measured so far; the first start does",
+    "disk": "not measured yet; the first start does it",
     "errors": "not recorded; this store was written by an older vllm-dymoe, or holds random experts",
 }
 
 
 def run(path: Path, budget: str = "25%", host_memory: str = "auto", *, verify: bool, as_json: bool) -> None:
-    """Print what ``path`` holds; ``verify`` reads all of a store, and is refused for a checkpoint without one."""
-    ExpertBudget.parse(budget)  # also where it is not used
+    """Print what ``path`` contains.
+
+    ``verify`` reads a whole store, and raises ConfigError for a checkpoint without one.
+    """
+    ExpertBudget.parse(budget)  # validated even if it is not used
     if (path / MANIFEST).is_file() or _is_ours(path):
         store = FileStore(path)
         try:
@@ -82,7 +85,7 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
     manifest, experts = store.manifest, store.experts
     checkpoint = _is_ours(store.folder)
     rank, ranks = manifest.tensor_parallel
-    rates = known_rates(store.folder)  # that a start has measured, in bytes per second
+    rates = known_rates(store.folder)  # in bytes per second, measured by a start
     bits = sorted(experts.formats, reverse=True)
     return {
         "kind": "dymoe checkpoint" if checkpoint else "expert store",
@@ -93,7 +96,9 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
         **({"dense_bytes": sum(p.nbytes for p in read_tensors(store.folder).values())} if checkpoint else {}),
         **_describe_experts(experts),
         "format_version": manifest.version,
-        "shards": "bound to layer and model" if manifest.binds else "an exchanged one would not be noticed; --verify",
+        "shards": "bound to layer and model"
+        if manifest.binds
+        else "not bound, so an exchanged shard would go unnoticed; run with --verify",
         "alignment": manifest.alignment,
         "disk": None if rates is None else {**asdict(rates), "depth": rates.depth},
         "errors": _describe_errors(manifest),
@@ -102,8 +107,7 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
 
 
 def _memory_tiers(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
-    """Experts and bytes of each memory tier at the highest bits, below a device with memory of its own, on this
-    machine."""
+    """Return the experts and bytes of each memory tier at the highest bits, for a device with its own memory."""
     options, workspace = Options.model_validate({"high": max(experts.formats), "low": 0}), workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, options, workspace, 0)
     slots = plan_slots(experts, options, Exact(), limit, workspace).slots[Precision.HIGH]
@@ -155,7 +159,7 @@ def _describe_experts(experts: ModelExperts) -> dict[str, Any]:
 
 
 def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
-    """Relative errors by layer and bit-width; None if they were not recorded."""
+    """Return relative errors by layer and bit-width; None if they were not recorded."""
     errors = manifest.errors
     if errors is None:
         return None
@@ -171,7 +175,10 @@ def _describe_errors(manifest: Manifest) -> list[dict[str, Any]] | None:
 
 
 def _budgets(experts: ModelExperts, options: Options) -> list[dict[str, Any]]:
-    """The smallest feasible budget and some shares, with the experts of each precision that a layer then keeps."""
+    """Return the smallest feasible budget and some shares.
+
+    For each, returns the experts of each precision that a layer keeps.
+    """
     workspace = workspace_bytes(experts)
     policies: list[Policy] = [Exact(), Dymoe()] if options.low else [Exact()]
     rows = []
@@ -202,16 +209,16 @@ def _verify(store: FileStore) -> None:
 
 
 def _bind(store: FileStore) -> str:
-    """Have an older store that was verified say from now on which shards are its own, where it can be written."""
+    """Bind a verified older store to its shards, if it can be written; return the outcome in words."""
     try:
         store.bind()
     except StoreError as error:
         return f"not bound to layer and model: {error}"
-    return f"bound to layer and model from now on; the manifest was of version {store.manifest.version}"
+    return f"now bound to layer and model; the manifest had version {store.manifest.version}"
 
 
 def _print(report: dict[str, Any]) -> None:
-    """Lists of rows as a table each, everything else as one."""
+    """Print lists of rows as one table each, everything else as one table."""
     tables = {name: rows for name, rows in report.items() if isinstance(rows, list) and name in _TABLES}
     facts = [(_words(name), escape(_text(name, value))) for name, value in report.items() if name not in tables]
     facts = [fact for fact in facts if fact[1]]

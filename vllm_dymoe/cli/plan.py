@@ -32,15 +32,17 @@ def run(
         require(figure)
     planned = {candidate["policy"] for candidate in CANDIDATES}
     if unknown := set(policies) - planned:
-        raise ConfigError(f"{', '.join(sorted(unknown))}: a plan has the policies {', '.join(sorted(planned))}.")
+        raise ConfigError(f"{', '.join(sorted(unknown))}: plan supports the policies {', '.join(sorted(planned))}.")
     ranks.check()
     whole = read_shape(model)
     shape, device = ranks.shape(whole), ranks.device(card)
     if (disk is None) != (host_memory is None):
-        raise ConfigError("experts are read from a disk where host memory has no room: say --disk and --host-memory.")
+        raise ConfigError(
+            "--disk and --host-memory need each other: experts are read from disk if host memory has no room."
+        )
     if disk is not None:
         if (held := ExpertBudget.parse(host_memory).bytes) is None:
-            raise ConfigError(f"--host-memory is {host_memory}, and has to be bytes such as 16GB.")
+            raise ConfigError(f"--host-memory is {host_memory}, but must be bytes such as 16GB.")
         device = replace(device, disk=parse_rate(disk), host_memory=held)
     if misses != "fetch":
         device = replace(device, host=parse_rate(misses))
@@ -51,14 +53,14 @@ def run(
     best, some = recommended(rows), shown(rows, policies)
     packed = whole.packed((16, 4))
     rate = device.expert_rate(3 * shape.hidden * shape.intermediate, batch, nested=False)
-    routers = f"as in {trace}" if trace else f"made up (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
+    routers = f"as in {trace}" if trace else f"synthetic (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
-        f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} for a token; experts "
+        f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} per token; experts "
         f"{size(packed.nbytes(16))} at 16 bits, {size(packed.nbytes(4))} at 4; everything else "
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
         f"experts at {rate.read / 1e9:.0f} GB/s ({_source(card, rate.card)}), its link {device.link / 1e9:.1f} GB/s, "
         f"{1e6 * Costs.measured().host_layer:.0f} us of the host for a layer that it plans; "
-        f"routers are {routers}."
+        f"routing is {routers}."
         + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )
     typer.echo(said)
@@ -69,7 +71,7 @@ def run(
     bold = next((number for number, row in enumerate(some) if row is best), -1)
     print_table(f"Batch {batch}, prompts of {prompt} tokens", heads, map(_cells, some), whole=True, bold=bold)
     typer.echo(
-        f"Recommended: the fastest of which {GOOD_ENOUGH:.0%} of the likeliest tokens are those of 16 bits, as "
+        f"Recommended: the fastest whose most likely tokens agree with 16 bits in {GOOD_ENOUGH:.0%} of cases, as "
         "measured on this project's small model. Measure quality on yours.\n"
         f"{_command(model, best, shape, serving, device.host_memory, ranks)}"
     )
@@ -80,7 +82,7 @@ def run(
 
 
 def _panels(rows: Sequence[Choice], title: str, source: str) -> list[Panel]:
-    """Speed and hits against the budget: a line for each policy and precision."""
+    """Return speed and hits by budget: a line for each policy and precision."""
     speeds = Panel(title, "GPU memory for experts, GB", "tokens per second of one request")
     hits = Panel(f"Hits, {source}", "GPU memory for experts, GB", "needed experts that are resident, %")
     for row in rows:
@@ -91,8 +93,8 @@ def _panels(rows: Sequence[Choice], title: str, source: str) -> list[Panel]:
 
 
 def _source(card: Device, measured: str) -> str:
-    """Say on which card the kernels' rate was measured."""
-    return "measured" if measured == card.key else f"the share that was measured on an {measured}"
+    """Return on which card the kernels' rate was measured."""
+    return "measured" if measured == card.key else f"by the share measured on {measured}"
 
 
 def _cells(row: Choice) -> list[str]:
@@ -125,7 +127,7 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     experts, top_k = found.header.num_experts, found.header.top_k
     if (experts, top_k) != (shape.experts, shape.top_k):
         raise ConfigError(
-            f"{trace} is of a model with {experts} experts, {top_k} for a token, and {model} has {shape.experts} and "
+            f"{trace} is of a model with {experts} experts, {top_k} per token, but {model} has {shape.experts} and "
             f"{shape.top_k}."
         )
     return Routings(found, batch)

@@ -23,7 +23,7 @@ from vllm_dymoe.units import size
 def run(
     model: Path, out: Path, asked: dict[str, Any], calibration: Path | None, dtype: str, *, overwrite: bool
 ) -> None:
-    """Write a checkpoint with the options that are asked for; those that are None follow from the others."""
+    """Write a checkpoint with the given options; options that are None follow from the others."""
     quantizer = asked["quantizer"] or ("rtn" if calibration is None else "gptq")
     given = asked | {"quantizer": quantizer, "group_size": asked["group_size"] or Options().group_size}
     try:
@@ -36,7 +36,7 @@ def run(
             "writes."
         )
     if quantizer not in CALIBRATED and calibration is not None:
-        raise ConfigError(f"--quantizer {quantizer} does not use a --calibration; leave one of the two out.")
+        raise ConfigError(f"--quantizer {quantizer} does not use --calibration; leave one of them out.")
     recorded = None if calibration is None else Calibration(calibration)
     checkpoint = Checkpoint.open(model)
     reader = checkpoint.reader

@@ -1,4 +1,4 @@
-"""``vllm-dymoe train``: a predictor from a trace, and what it is worth."""
+"""``vllm-dymoe train``: trains a predictor on a trace, and prints its accuracy."""
 
 import time
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from vllm_dymoe.units import size
 
 
 def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -> None:
-    """Train, write ``out``, and print what it is worth; TrainingError if that is less than the next gate."""
+    """Train, write ``out``, and print its accuracy; TrainingError if it is worse than the next gate."""
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("there is no CUDA device to train on; leave --device out.")
     begin = time.perf_counter()

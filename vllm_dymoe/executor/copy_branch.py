@@ -8,17 +8,20 @@ import torch
 
 
 class Branch:
-    """A branch on a CPU that plays the device: work runs at once, in the calling thread."""
+    """A branch on a CPU that stands in for the device: work runs at once, in the calling thread."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Enqueue work on the branch: after what the compute stream has now, concurrently with what it gets later."""
+        """Enqueue work on the branch.
+
+        It follows what is on the compute stream now, and runs concurrently with later work.
+        """
         return nullcontext()
 
     def mark(self) -> Any:
         """Return a mark after all work that is on the branch now."""
 
     def join(self, mark: Any) -> None:
-        """Let the compute stream wait for a mark of the branch."""
+        """Make the compute stream wait for a mark of the branch."""
 
 
 class CudaBranch(Branch):

@@ -22,18 +22,18 @@ _ANY_ROWS = 1 << 30
 
 
 class CpuExecution:
-    """CPU execution of one rank's misses; ConfigError if memory for a CPU queue cannot be had.
+    """CPU execution of one rank's misses; ConfigError if memory for a CPU queue is not available.
 
     Args:
         on_device: the device plans.
         lock: pins memory for the device; returns the reason why that failed, or None.
-        on_late: called with a message when the CPU has not answered the device in time.
-        kept: file that stores the rates between starts; None to measure them again.
-        ends_long_kernels: the device has a display watchdog, before which an answer has to be given up.
+        on_late: called with a message if the CPU has not answered the device in time.
+        kept: file that stores the rates between starts; None to measure them every time.
+        ends_long_kernels: the device has a display watchdog, so the wait for an answer must end before it.
 
     Attributes:
-        worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None if there is no device to compute
-            concurrently with.
+        worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None without a device that computes
+            concurrently.
         rates: of link and CPU, if misses are shared between them.
     """
 
@@ -48,7 +48,7 @@ class CpuExecution:
         self.rates: Rates | None = None
         if not options.computes_misses:
             return
-        waits = ends_long_kernels and on_device  # a kernel waits, and no thread
+        waits = ends_long_kernels and on_device  # then a kernel waits, not a thread
         timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=waits)
         how = cpu_worker_threads(device.type), timeout, options.activations
         if on_device:
@@ -68,8 +68,10 @@ class CpuExecution:
         return self.worker if isinstance(self.worker, CpuQueue) else None
 
     def _measured(self, store: HostStore, engine: TransferEngine, kept: Path | None) -> Rates | None:
-        """Return the rates by which misses are shared, from the file ``kept`` if it is valid for this machine and
-        configuration; None if misses are not shared."""
+        """Return the rates by which misses are shared; None if they are not shared.
+
+        They come from the file ``kept`` if that is valid for this machine and configuration.
+        """
         worker, options = self.worker, self._options
         if options.misses != "share" or worker is None:
             return None
@@ -102,13 +104,17 @@ class CpuExecution:
             return ""
         if self.worker is None:
             return "misses are computed by the CPU"
-        how = f"misses are computed by {self.worker.threads} threads of the host beside the device"
+        how = f"misses are computed by {self.worker.threads} CPU threads, concurrently with the device"
         if (rates := self.rates) is not None:
             how = f"misses are shared, as measured, between {rates.describe(self._experts)}"
-        exact = "" if self._device.type == "cpu" else "; their last bits are the host's, so answers depend on residency"
+        exact = (
+            ""
+            if self._device.type == "cpu"
+            else "; answers' last bits depend on residency, as the CPU rounds differently"
+        )
         return how + exact
 
     def close(self) -> None:
-        """End the threads; no step may be running."""
+        """Stop the threads; no step may be running."""
         if self.worker is not None:
             self.worker.close()

@@ -1,8 +1,8 @@
 """The CPU executor: a layer's step in one native call, which groups, plans, computes and adds up.
 
 Experts are computed where their bytes are: in a slot, in host memory, or in a file whose pages are in the page cache.
-Only a step that needs an expert from disk returns its plan instead, and :class:`~.host_planned.HostPlannedLayers`
-fetches by it.
+Only a step that needs an expert from disk returns its plan instead; :class:`~.host_planned.HostPlannedLayers` then
+fetches the expert.
 """
 
 import ctypes
@@ -26,10 +26,9 @@ from vllm_dymoe.planner.table import CODES, Table, set_precision
 from vllm_dymoe.policies import Policy
 
 FOREVER = np.iinfo(np.int64).max
-# Other values of MoeLayer.in_memory_until: to be checked; not found in memory; checked, and perhaps not in memory any
-# more.
+# Other values of MoeLayer.in_memory_until: not checked yet; found to be on disk; was in memory, check again.
 _TO_CHECK, _ON_DISK, _LOOK_AGAIN = -2, -1, 1
-_KEPT_BYTES = 32 << 20  # scratch that is kept from step to step; what a larger step needs is given back after it
+_KEPT_BYTES = 32 << 20  # scratch that is kept between steps; a larger step frees what it needs beyond that
 
 
 class CpuExecutor:
@@ -41,7 +40,8 @@ class CpuExecutor:
         bits: of the LOW and HIGH versions; 0 for a version that is skipped.
         executes: compute misses whose bytes are in memory, as the table's costs say; otherwise fetch them.
         records: write each expert's action into ``Routing.actions``.
-        uses: int64 [2, layers, experts], incremented by uses and squared gates of requests' tokens; None to skip it.
+        uses: int64 [2, layers, experts], to which uses and squared gates of requests' tokens are added; None to skip
+            it.
     """
 
     def __init__(
@@ -53,14 +53,11 @@ class CpuExecutor:
         self._cache, self._kernel, self._library, self._policy = cache, kernel, library, policy
         self._records = records
         table, experts = cache.table, cache.experts
-        layers = len(experts.layers) - experts.draft_layers
-        critical = policy.precision.critical_counts(layers, experts.num_experts)
-        critical = np.concatenate([critical, np.repeat(critical[-1:], experts.draft_layers, axis=0)])
         formats = [{code: of_layer.get(width) for code, width in bits.items()} for of_layer in experts.of_layers]
-        set_precision(table, formats, critical)
+        set_precision(table, formats, policy.precision.all_critical_counts(experts))
         widths = {code: width for code, width in bits.items() if width}
         in_slots = {CODES[precision]: bits for precision, bits in cache.bits.items()}
-        self._slice_bits = widths | in_slots  # of the slices that LOW and HIGH name
+        self._slice_bits = widths | in_slots  # of the slices of LOW and HIGH
         self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts, admits=uses is None)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
         self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
@@ -69,8 +66,8 @@ class CpuExecutor:
             call.in_memory_until = self._in_memory_until.ctypes.data
         thresholds = policy.precision.thresholds or (table.prompt_threshold, table.threshold)
         call.table = native_table(table, *thresholds)
-        self._thresholds = thresholds  # their memory is the call's
-        self._uses = uses  # its memory is the call's as well
+        self._thresholds = thresholds  # keeps the memory that the call uses
+        self._uses = uses  # keeps the memory that the call uses
         call.uses = 0 if uses is None else uses.ctypes.data
         self._kinds, self._kind = experts.kinds, experts.kinds[0]
         self._describe([formats[experts.kinds.index(kind)] for kind in range(len(experts.of_kinds))])
@@ -84,13 +81,13 @@ class CpuExecutor:
         self._pair_rows: torch.Tensor | None = None
 
     def _find_sources(self, table: Table) -> None:
-        """Write the addresses of every expert's slices into the table; bytes in files are checked before first use."""
+        """Write the addresses of every expert's slices into the table; verify bytes in files before their first use."""
         store = self._cache.store
         for layer, expert in np.ndindex(table.layers, table.experts):
             for code, bits in self._slice_bits.items():
                 table.source[layer, expert, code] = store.packed(SliceKey(layer, expert, bits)).data_ptr()
         self._in_memory_until[:] = FOREVER if store.whole else 0
-        if not store.whole:  # mappings stay as long as the call has their addresses
+        if not store.whole:  # mappings must stay open while the call has their addresses
             self._call.lost_pages = store.lost_before
             first = next(iter(self._slice_bits.values()))
             self._mapped = [store.packed(SliceKey(layer, 0, first)) for layer in range(table.layers)]
@@ -163,7 +160,7 @@ class CpuExecutor:
             held.append(prompt.rows.to(torch.int8).add_(prompt.rows & prompt.heavy))
             call.marks = held[-1].data_ptr()
         precision = self._policy.precision
-        # The native call knows this rank's experts only, and ranks decide alike on those of all.
+        # The native call knows this rank's experts only, but ranks must choose precisions among those of all ranks.
         of_all_ranks = routing.global_ids is not None and len(precision.precisions) > 1
         if not precision.planned or of_all_ranks:
             held.append(self._selected(routing))
@@ -192,12 +189,12 @@ class CpuExecutor:
         return into
 
     def release_scratch(self) -> None:
-        """Free the scratch that is kept from step to step; the next step allocates what it needs."""
+        """Free the scratch that is kept between steps; the next step allocates what it needs."""
         self._scratch = self._pair_rows = None
         self._call.scratch_floats = self._call.pair_capacity = 0
 
     def _decided(self) -> tuple[Ints, NDArray[np.int8], Ints]:
-        """Return what the call has decided: experts, versions and places, as :meth:`LayerPlan.on_host` takes them."""
+        """Return the call's decisions: experts, versions and places, as :meth:`LayerPlan.on_host` takes them."""
         n, slices = int(self._call.count), int(self._call.table.slices)
         places = self._places[: slices * n].reshape(slices, n).copy()
         return self._experts[:n].astype(np.int64), self._wanted[:n].copy(), places
@@ -217,7 +214,10 @@ class CpuExecutor:
         )
 
     def _verify(self, layer: int) -> None:
-        """Check slices that the call asked about: those in the page cache by checksum, the others are on disk."""
+        """Verify slices that the call asked about, by checksum if they are in the page cache.
+
+        The others are marked as on disk.
+        """
         until, store = self._in_memory_until[layer], self._cache.store
         for expert, code in np.argwhere(until == _TO_CHECK).tolist():
             found = store.in_memory(SliceKey(layer, expert, self._slice_bits[code]))
@@ -231,14 +231,14 @@ class CpuExecutor:
         return versions
 
     def _check(self, x: torch.Tensor, activation: Activation) -> None:
-        """Check the layer against the experts' formats, and set its activation in the call."""
+        """Check the layer's tensors against the experts' formats, and set its activation in the call."""
         for fmt in self._formats:
             check_formats(*fmt.matrices, x, activation)
         native.set_activation(self._call.kernel, activation)
         self._activation = activation
 
     def _grow(self, inputs: int, positions: int) -> None:
-        """Allocate scratch for a step of so many input rows and (token, expert) pairs."""
+        """Allocate scratch for a step of ``inputs`` input rows and ``positions`` (token, expert) pairs."""
         call = self._call
         floats = self._row_floats * (inputs + min(positions, call.piece_positions))
         self._scratch = self._kernel.scratch(floats)

@@ -1,8 +1,8 @@
 """CPU workers: threads that execute misses on the CPU while the device computes the rest.
 
-Device-side plans post misses to a queue in memory that both map (``kernels.cpu_queue``); a native thread, which does
-not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while the link brings
-others.
+Device-side plans post misses to a queue in memory that both device and host map (``kernels.cpu_queue``); a native
+thread, which does not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while the
+link transfers others.
 """
 
 import itertools
@@ -30,14 +30,14 @@ from vllm_dymoe.planner.large_batch import MOST_PARTS
 from vllm_dymoe.planner.plan import LayerPlan
 
 _LOOKS = 16  # checks of the watchdog within one timeout
-_TRIPS = 256  # round trips; the median counts
+_TRIPS = 256  # number of round trips, of which the median counts
 SPINNING_CORES = 8  # cores of a rank from which on threads spin; fewer are needed by vLLM itself
 _SPIN_NS = 5_000_000
 """How long threads spin after an answer: for the rest of a decode step, and until the next one begins."""
 
 
 def cpu_worker_threads(device_type: str) -> int:
-    """Return how many cores may execute misses: all but the one that launches, or half of them beside an emulated card.
+    """Return how many cores may execute misses: all but the one that launches, or half of them with an emulated card.
 
     Where threads spin, another core stays free for the process that feeds the engine.
     """
@@ -61,7 +61,7 @@ def _cores_of_rank() -> int:
 
 
 WATCHDOG_S = 1.0
-"""Longest wait for an answer on a card that ends long kernels: Windows ends them after two seconds."""
+"""Longest wait in seconds for an answer on a card that ends long kernels; Windows ends them after two seconds."""
 
 
 def longest_wait(timeout: float, *, ends_long_kernels: bool) -> float:
@@ -69,15 +69,15 @@ def longest_wait(timeout: float, *, ends_long_kernels: bool) -> float:
 
     Args:
         timeout: the option transfer_timeout_s.
-        ends_long_kernels: a display watchdog ends a kernel that waits for too long, and with it the server.
+        ends_long_kernels: a display watchdog ends a kernel that waits for too long, and the server with it.
     """
     return min(timeout or WATCHDOG_S, WATCHDOG_S) if ends_long_kernels else timeout
 
 
 def _late(what: str, timeout: float) -> str:
     return (
-        f"the host has not computed {what} within {timeout:g} seconds (transfer_timeout_s, and at most {WATCHDOG_S:g} "
-        "where a display watchdog ends long kernels); see what else its cores do, or raise transfer_timeout_s. From "
+        f"the CPU has not computed {what} within {timeout:g} seconds (transfer_timeout_s, and at most {WATCHDOG_S:g} "
+        "where a display watchdog ends long kernels); free CPU cores, or raise transfer_timeout_s. From "
         "now on all misses are fetched."
     )
 
@@ -96,7 +96,7 @@ def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
 
 
 class CpuQueue:
-    """The CPU worker of device-side plans: a queue that both sides map, a thread that answers, and a watchdog.
+    """The CPU worker of device-side plans: a queue that device and host map, a thread that answers, and a watchdog.
 
     Args:
         tokens: most tokens of a step.
@@ -104,7 +104,7 @@ class CpuQueue:
         activations: bits of the activations that codes are multiplied with.
         spins: threads spin between two answers while steps follow, and do not sleep; see :func:`spins`.
         lock: pins memory for the device; returns the reason why that failed, or None.
-        on_failure: called with a message when an answer is given up, before the device goes on.
+        on_failure: called with a message when an answer is given up, before the device continues.
 
     Attributes:
         turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's address.
@@ -130,7 +130,7 @@ class CpuQueue:
         memory = map_bytes(shape.nbytes)
         memory.zero_()
         if (reason := lock(memory)) is not None:
-            raise OSError(f"a CPU queue of {shape.nbytes} bytes cannot be locked for the device ({reason})")
+            raise OSError(f"a CPU queue of {shape.nbytes} bytes cannot be pinned for the device ({reason})")
         self.queue, self.threads, self.activations, self._timeout = (
             QueueMemory(shape, memory),
             threads,
@@ -145,13 +145,13 @@ class CpuQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory."""
+        """Device memory in bytes."""
         return self.turn.nbytes + self.present.nbytes
 
     def serve(self, activation: Activation) -> None:
         """Start the threads before anything is posted; later calls raise ValueError for another activation."""
         if self._activation is not None and activation != self._activation:
-            raise ValueError("layers with different activations are not computed beside a device")
+            raise ValueError("the CPU worker supports one activation function for all layers")
         if self._activation is None:
             self._activation = activation
             self._start(self._answer, "answers")
@@ -207,7 +207,7 @@ class CpuQueue:
         self._library.answer(queue.address, layer, known, shape.tokens, self._spin_ns)
 
     def _watch(self) -> None:
-        """Give up an answer that takes too long, and all that follow it."""
+        """Give up an answer that takes too long, and all later ones."""
         control, seen, since = self.queue.control, -1, 0.0
         pause = min(1.0, self._timeout / _LOOKS) if self._timeout else 1.0
         while not self._closing.wait(0.001 if self.failed else pause):
@@ -244,7 +244,7 @@ class CpuWorker:
                 TransferError after the timeout.
         """
         pairs, rows, inputs = plan.pairs, out, x
-        if not x.is_cpu:  # only what is computed crosses, in either direction
+        if not x.is_cpu:  # copy only the rows that are computed, in both directions
             used, inverse = plan.rows.unique(return_inverse=True)
             inputs = x[used.to(x.device)].cpu()
             rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")

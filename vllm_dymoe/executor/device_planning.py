@@ -1,47 +1,42 @@
-"""Chooses at start who plans: the host for every layer, or the device in steps without the host."""
+"""Decides at start who plans: the host for every layer, or the device in steps without the host."""
 
 from vllm_dymoe.kernels import native
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import Policy
 
-DRAFTED = "a draft with experts proposes the model's tokens"
-"""Reason for host-side planning: a draft's layers run several times in a step, and no policy knows them."""
-MET = "the tokens of data-parallel engines meet at the experts"
-"""Reason for host-side planning: only each engine knows which of its rows are tokens, and a graph does not."""
-
 
 def plans_on_device(
-    options: Options, policy: Policy, device_type: str, *, readable: bool, obstacle: str = ""
+    options: Options, policy: Policy, device_type: str, *, unreadable: str = "", obstacle: str = ""
 ) -> tuple[bool, str]:
-    """Return whether the device plans, and else the reason; ConfigError if ``planning`` asks for it and it cannot.
+    """Return whether the device plans, and otherwise the reason; ConfigError if ``planning`` is "device" and it cannot.
 
     Args:
         device_type: "cuda", or "cpu", which with ``link_gbps`` emulates a card.
-        readable: the device can read the host store by itself.
-        obstacle: why the model needs the host; empty if it does not.
+        unreadable: why neither the device can read the host store by itself, nor a thread for it; empty if one can.
+        obstacle: why the model needs host-side planning; empty if it does not.
     """
     emulated = device_type != "cuda" and options.link_gbps is not None
     if options.planning == "host" or (options.planning == "auto" and device_type != "cuda" and not emulated):
         return False, ""
-    reason = obstacle or _obstacle(options, policy, readable)
+    reason = obstacle or _obstacle(options, policy, unreadable)
     if reason and options.planning == "device":
         sentence = f'vllm-dymoe: planning = "device" is impossible, because {reason}; use "auto" or "host".'
         raise ConfigError(sentence, option="planning")
     return not reason, reason
 
 
-def _obstacle(options: Options, policy: Policy, readable: bool) -> str:
+def _obstacle(options: Options, policy: Policy, unreadable: str) -> str:
     if policy.needs_host:
         return policy.needs_host
     if options.computes_misses and native.load() is None:
-        return "the host answers a device with the native library only, which was not built here"
-    if not readable:
-        return 'not all experts are in host memory, as with host_store "pinned", and a device cannot wait for a disk'
+        return "CPU execution of misses needs the native library, which was not built here"
+    if unreadable:
+        return unreadable
     return "the inputs of routers are recorded" if options.trace is not None and options.trace.inputs else ""
 
 
 def without_device(options: Options) -> Options:
-    """Return the options with host-side planning, for a trace where ranks share the experts of a layer.
+    """Return the options with host-side planning, for a trace when ranks share the experts of a layer.
 
     A device knows its own experts only; the host knows what routers chose. ConfigError if ``planning`` is "device".
     """

@@ -1,8 +1,8 @@
 """Fetches predicted experts in small-batch steps that the device plans, while the link is idle (``planner.prefetch``).
 
-Everything is enqueued on a branch of the compute stream, so a captured step has it, too. The compute stream waits for
-predictions when their layer is computed, for lists, which are short, and for copies at the end of a step alone: a
-capture has to end on one stream. By then the last layer is planned, and no copy is under way.
+Everything is enqueued on a branch of the compute stream, so a captured step contains it, too. The compute stream waits
+for lists, which are short, and for predictions before their layer is planned; for copies it waits only at the end of a
+step, because a capture has to end on one stream. By then the last layer is planned and no copy is under way.
 
 A captured step always has the branch. Between two steps the host writes ``Table.prefetch_slots``, which says how many
 experts are copied: none where every expert is resident, and none while predictions do not pay.
@@ -36,7 +36,7 @@ class PrefetchKernel(Protocol):
         ...
 
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
-        """Enqueue the copies; those that have not been made when ``layer`` is planned are not made."""
+        """Enqueue the copies; those not made before ``layer`` is planned are cancelled."""
         ...
 
 
@@ -68,8 +68,9 @@ class DevicePrefetch:
 
     Args:
         rows: int32 [1], number of real tokens of a step.
-        projections: how many of an expert are fetched, gate first.
+        projections: how many projections of an expert are fetched, gate first.
         staging: number of staging slots of each precision in use.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
         pace: decides between steps whether the next one prefetches; None if all do.
 
     Attributes:
@@ -78,11 +79,11 @@ class DevicePrefetch:
 
     def __init__(
         self, table: Table, kernel: PrefetchKernel, branch: Branch, rows: Tensor, predictor: DevicePredictor,
-        listed: PrefetchList, projections: int, staging: Mapping[int, int], pace: StepPace | None = None,
+        listed: PrefetchList, projections: int, staging: Mapping[int, int], layers: int, pace: StepPace | None = None,
     ) -> None:  # fmt: skip
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
         self._predictor, self._listed, self._projections = predictor, listed, projections
-        self._staging, self.pace = staging, pace
+        self._staging, self._layers, self.pace = staging, layers, pace
         self._runs, self._listed_for = False, -1  # whether the branch is out; the layer that it has a list for
         self._list_made: Any = None  # mark after that list
         self._predicted: Any = None  # mark after the predictions of the running layer
@@ -124,7 +125,7 @@ class DevicePrefetch:
         self._steps += 1
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
-        """Before a layer is planned: its list has to be there, and its predictions for the next one begin."""
+        """Before a layer is planned: wait for its list, and start its predictions for the next layer."""
         # A graph always has the branch: it is replayed with slots and without.
         if not (self._acts or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             return
@@ -138,13 +139,13 @@ class DevicePrefetch:
         self._runs, self._listed_for = True, -1
 
     def end_layer(self, layer: int) -> None:
-        """After a layer is computed: fetch for the next one, or bring the branch back at the end of the step."""
+        """After a layer is computed: fetch for the next one, or join the branch at the end of the step."""
         if not self._runs:
             return
-        if layer + 1 == self._table.layers:
+        if layer + 1 == self._layers:
             self._join()
             return
-        self._branch.join(self._predicted)  # x and ids may go, and other work may get their memory
+        self._branch.join(self._predicted)  # x and ids may be freed, and other work may reuse their memory
         listed = self._table, layer + 1, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
             self._kernel.list_predicted(*listed)
@@ -157,7 +158,7 @@ class DevicePrefetch:
         self._predictor.observe(layer, x, ids, self._rows)
 
     def settle(self) -> None:
-        """Forget what was fetched ahead, because another kind of step or another layer comes next."""
+        """Forget what was fetched ahead, because another kind of step or another layer follows."""
         if self._runs:
             self._join()
             self._table.forget_ahead()

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.units import size
 
-# Share of what is left after activations. The rest is KV cache: more than one longest request serves more at once.
+# Share of what is left after activations. The rest is KV cache: with more than one longest request's, more requests run
+# at once.
 _MOST_FOR_EXPERTS = 0.8
 # Workspaces of attention and matrix libraries, which are allocated at their first call.
 _LIBRARIES = 512 << 20
-# Sampling with top-k and top-p, for each logit: two float32 copies, sorted values and their places, two sums, a mask.
+# Bytes per logit of sampling with top-k and top-p: two float32 copies, sorted values and their places, two sums, a
+# mask.
 _SAMPLING = 32
-# What a driver keeps for one captured graph of about ten kernels, as others have measured.
+# Driver memory for one captured graph of about ten kernels, as measured by others.
 _GRAPH = 128 << 10
 
 
@@ -32,11 +34,11 @@ class StepShape:
     vocabulary: int  # logits per request
     itemsize: int = 2  # bytes of an activation
     graph_tokens: int = 0  # of the largest captured step; 0 without graphs
-    graphs: int = 0  # how many are captured
+    graphs: int = 0  # number of captured graphs
 
     @property
     def nbytes(self) -> int:
-        """Upper estimate of the bytes that a step needs in addition to weights and KV cache."""
+        """Return an upper estimate of the bytes that a step needs in addition to weights and KV cache."""
         # A dense layer's input, residual, norm, output and the next input; an expert's input, output and hidden state.
         token = 10 * self.hidden + 2 * self.attention + self.top_k * (2 * self.hidden + 3 * self.intermediate)
         sampling = self.sequences * self.vocabulary * _SAMPLING
@@ -64,7 +66,7 @@ def automatic_share(
     fits = max(0, spare - least) * max_model_len // max(1, kv_cache)
     shorter = f"set --max-model-len to at most {fits}, or " if 0 < fits < max_model_len else ""
     raise ConfigError(
-        f"vllm-dymoe: of {size(max(0, free))} of device memory that are left after the dense weights, one request of "
+        f"vllm-dymoe: of {size(max(0, free))} of device memory left after the dense weights, one request of "
         f"{max_model_len} tokens takes {size(kv_cache)} in the KV cache, activations about {size(activations)} and the "
         f"fewest experts {size(least)}; {shorter}raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
         "--max-num-seqs, or set expert_budget yourself.",

@@ -1,17 +1,19 @@
-"""The forward of one MoE layer in a step that the host plans: precisions, rule, compute, combine. Results are added in
-the router's order at the end, so that neither what is on the device nor any timing changes a bit (invariant 1)."""
+"""The forward of one MoE layer in a host-planned step: precisions, rule, computation, weighted sum.
+
+Results are added in the router's order at the end, so that neither residency nor timing changes a bit (invariant 1).
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.cache.device_cache import DeviceCache
+from vllm_dymoe.cache.device_table import DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -34,7 +36,7 @@ from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.policies import Policy
 from vllm_dymoe.prefetch import Measured
 
-_FAR = 1 << 40  # rows of an expert that is never computed by the CPU
+_FAR = 1 << 40  # rows of an expert that the CPU never computes
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class StepCounts:
 
 
 class HostPlannedLayers:
-    """One rank's layers in steps that the host plans, for one allocation of slots and one policy.
+    """One rank's layers in host-planned steps, for one allocation of slots and one policy.
 
     A resize or a change of policy builds a new object, which continues the counts of the old one.
 
@@ -55,15 +57,17 @@ class HostPlannedLayers:
         fetcher: brings experts into the cache's slots.
         policy: chooses precisions.
         bits: bits of each precision; 0 for one that is skipped.
-        predictor: predicts experts of later layers; None if nobody asks.
+        predictor: predicts experts of later layers; None if predictions are not used.
         counts: statistics that outlive this object.
         executes_on_cpu: compute some misses from host memory, as the table's costs say.
-        cpu: runs layers whose experts are in memory, on a CPU; None beside a device.
+        cpu: runs layers whose experts are in memory, on a CPU; None with a device.
         cpu_worker: computes misses while a device computes; None on a CPU.
         migration: moves versions between steps; None if steps fetch what they need.
-        host_cache: the host-memory tier over a disk; None without one.
+        host_cache: the host-memory tier in front of a disk; None without one.
         records_actions: write each expert's action into ``Routing.actions``.
-        agree: with ranks that have other parts of the same experts.
+        agree: exchanges values with ranks that have other parts of the same experts.
+        device_waits: what device-planned steps have waited for the link, and where the thresholds go that follow it;
+            None where there are no such steps.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class HostPlannedLayers:
         host_cache: HostCache | None = None,
         records_actions: bool = False,
         agree: Agree = list,
+        device_waits: DeviceWaits | None = None,
     ) -> None:
         self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
         self.policy, self.bits, self.predictor = policy, bits, predictor
@@ -89,9 +94,10 @@ class HostPlannedLayers:
         self.executes_on_cpu, self.cpu, self.cpu_worker = executes_on_cpu, cpu, cpu_worker
         self.migration, self.host_cache, self.records_actions = migration, host_cache, records_actions
         self.prefetcher: Prefetcher | None = None
-        self._observed = True  # tokens are requests'
+        self._observed = True  # tokens belong to requests
         thresholds, share = policy.precision.thresholds, policy.precision.link_share
         self.link_share = None if share is None else LinkShare(thresholds, share, agree)
+        self._device_waits = device_waits
         if predictor is not None:
             predictor.predictor.slots_changed()
             experts = self.cache.experts
@@ -102,23 +108,26 @@ class HostPlannedLayers:
     # -- between steps ----------------------------------------------------------------------------
 
     def end(self) -> bool:
-        """Stop what goes on between steps, before slots are taken away; whether every read has ended."""
+        """Stop background work before slots are freed; return whether every read has ended."""
         if self.migration is not None:
             self.migration.stop()
         return self.settle()
 
     def settle(self) -> bool:
-        """Wait for what is on its way, and keep nothing of what was fetched ahead; whether every read has ended."""
+        """Wait for transfers in flight and drop prefetched experts; return whether every read has ended."""
         if self.prefetcher is not None:
             self.prefetcher.clear()
         return self.fetcher.settle_all()
 
     def begin_step(self, phase: Phase) -> None:
-        """A step of requests begins, and its first MoE layer is some way off."""
+        """Begin a step of requests, before its first MoE layer."""
         if self.migration is not None:
             self.migration.turn()
         if self.link_share is not None:
-            self.link_share.begin_step(self.engine.stats.exposed_wait_seconds)
+            waited = self.engine.stats.exposed_wait_seconds
+            self.link_share.begin_step(waited if self._device_waits is None else waited + self._device_waits.seconds())
+            if self._device_waits is not None:
+                self._device_waits.follow(self.policy.precision.thresholds)
         if self.predictor is not None:
             self.predictor.begin_step(phase)
         prefetch = self.policy.prefetch
@@ -126,23 +135,25 @@ class HostPlannedLayers:
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.predict_first_layer(phase, self.predictor)
 
-    def end_decode(self, tokens: int, *, large: bool = False) -> None:
-        """A step of requests without the host has run, or will before anything else."""
+    def end_decode(self, tokens: int) -> None:
+        """Record a step of requests that ran, or is about to run, without the host."""
         if self.migration is not None:
-            self.migration.count_decoded(tokens, large=large)
+            self.migration.count_decoded(tokens)
 
     # -- in a step --------------------------------------------------------------------------------
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """Run one MoE layer: [tokens, hidden], the weighted sum over each token's experts on this rank. TransferError
-        if an expert could not be fetched, RoutingError if there is none of a number; the server can serve the next
-        step."""
+        """Run one MoE layer; return [tokens, hidden], the weighted sum over each token's experts on this rank.
+
+        TransferError if an expert could not be fetched, RoutingError for an id outside of the experts; the next step
+        can still be served.
+        """
         if routing.ids.shape[0] == 0:
             return torch.empty_like(routing.x)
         if self.fetcher.orphaned:
             self.fetcher.collect()
         plan: LayerPlan | None = None
-        if self.cpu is not None:  # which looks at numbers of experts itself
+        if self.cpu is not None:  # which checks the ids itself
             result = self.cpu.run(routing, activation, observed=self._observed)
             if self.migration is not None:
                 self.migration.see(routing)
@@ -168,7 +179,7 @@ class HostPlannedLayers:
     ) -> None:
         """Carry out a plan: x [rows, hidden], out [tokens * top_k, hidden]; TransferError as in :meth:`forward`."""
         layer, on_cpu, answer = routing.layer, plan.on_cpu, None
-        kept = sorted({*range(len(plan.views))} - {*on_cpu})  # items whose experts are in slots, or come into one
+        kept = sorted({*range(len(plan.views))} - {*on_cpu})  # items whose experts are in slots, or get one
         self.counts.cpu_executed += len(on_cpu)
         self.counts.misses += len(on_cpu)
         if on_cpu and self.cpu_worker is not None:
@@ -204,7 +215,7 @@ class HostPlannedLayers:
             raise TransferError(sentence)
 
     def _served(self, routing: Routing) -> None:
-        """After the CPU executor has run a layer: release its predictions, and ask for those of later layers."""
+        """After the CPU executor has run a layer: release its predictions, and request those of later layers."""
         if self.prefetcher is not None:
             self.prefetcher.claim(routing.layer, {})
         if routing.layer < routing.num_layers:
@@ -246,9 +257,7 @@ class HostPlannedLayers:
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
         counted = None if routing.uses is None else routing.uses[experts] > 0
-        evicts = self.policy.residency.evicts
-        how: dict[str, Any] = {"evicts": evicts, "counted": counted, "admits": self.migration is None}
-        places = self.cache.table.begin_step(layer, experts, codes, rows, **how)
+        places = self.cache.table.begin_step(layer, experts, codes, rows, counted=counted)
         if self.records_actions:
             held = self.cache.table.precision[layer]
             routing.actions = torch.from_numpy(actions_of(routing.host_ids, experts, codes, held, places))
@@ -273,7 +282,7 @@ class HostPlannedLayers:
                 slot.last_read = last_read
 
     def _look_ahead(self, routing: Routing) -> None:
-        """Tell the predictor what the router decided, and the prefetcher what the predictor makes of it."""
+        """Show the predictor the router's choice, and offer its predictions to the prefetcher."""
         predictor = self.predictor
         assert predictor is not None
         predictor.observe(routing)
@@ -284,9 +293,9 @@ class HostPlannedLayers:
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """For made-up tokens, often thousands all alike: they are not counted, predicted or learnt from.
+        """Context for dummy tokens, often thousands of equal ones: they are not counted, predicted or learnt from.
 
-        What they have fetched may stay, but scores and thresholds are what they were.
+        Experts that they fetch may stay, but scores and thresholds do not change.
         """
         table, thresholds = self.cache.table, self.policy.precision.thresholds
         learnt = [(column, column.copy()) for column in (table.score, table.used_at, table.step, *thresholds)]
@@ -316,7 +325,7 @@ class HostPlannedLayers:
             self.host_cache.reset_stats()
 
     def on_their_way(self) -> Iterator[Fetch]:
-        """Fetches that no step has waited for so far."""
+        """Yield fetches in flight that no step has waited for."""
         yield from self.fetcher.orphaned
         if self.prefetcher is not None:
             yield from self.prefetcher.ahead

@@ -4,8 +4,8 @@ The host enqueues everything and waits for nothing. A copy stream streams expert
 them at a time (see ``planner.large_batch``). After the last group it copies experts of the next layer, before that
 layer is routed, since nearly all of them will be active:
 
-    copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
-    computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
+  copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
+  computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
 
 In a CUDA graph, or with fewer than four staging slots, a layer is one group.
 """
@@ -24,15 +24,15 @@ from vllm_dymoe.planner.table import Table
 
 _LEAST_HALF = 2  # fewest staging slots of a group; with one there would be as many launches as experts
 _MOST_ACTIVE = 0.9
-"""Expected share of active experts from which copies for a layer begin before its router has run."""
+"""Smallest expected share of active experts for which a layer's experts are copied before its router has run."""
 
 
 class LargeBatchStep(Protocol):
     """The launches of one layer's step, for one shape; all layers use its memory in turn."""
 
-    shape: LargeBatchShape  # that memory was allocated for
+    shape: LargeBatchShape  # for which memory was allocated
     ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
-    layer_plan: LayerPlan  # of the layer that was planned last
+    layer_plan: LayerPlan  # plan of the last planned layer
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
@@ -75,30 +75,35 @@ class LargeBatches:
 
     Args:
         top_k: experts of a token.
+        layers: of the model; those behind them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
         kinds: of each layer, see ``ModelExperts.kinds``.
         captured: steps whose memory captured graphs use; filled here, and kept by the caller.
-        count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None for no
-            counts.
+        count: called with a layer, its ids int32 and its weights float32 [tokens, top_k], to count uses; None to count
+            nothing.
+        foresees: experts of the next layer are copied before it is routed.
+        overlaps: experts arrive while others are computed; otherwise a group is computed when all copies have ended.
 
     Attributes:
         most_streamed: most experts that a layer does not keep.
     """
 
     def __init__(
-        self, top_k: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
+        self, top_k: int, layers: int, table: Table, kernel: LargeBatchKernel, branch: Branch, rows: Tensor,
         quotas: Mapping[int, Sequence[int]], staging: Mapping[int, int], kinds: Sequence[int], captured: CapturedSteps,
-        count: Callable[[int, Tensor, Tensor], None] | None = None,
+        count: Callable[[int, Tensor, Tensor], None] | None = None, *, foresees: bool = True, overlaps: bool = True,
     ) -> None:  # fmt: skip
-        self._top_k, self._table, self._kernel, self._branch, self._rows = top_k, table, kernel, branch, rows
+        self._top_k, self._layers, self._table, self._kernel = top_k, layers, table, kernel
+        self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
         self.most_streamed = table.experts - min(map(min, quotas.values()))
-        self._ahead_code = next(iter(quotas)) if len(quotas) == 1 and not table.nested else 0
-        self._groups = 0  # streamed so far: groups use the two halves in turn
-        self._pending: tuple[int, Any] | None = None  # layer that was copied ahead for; mark after it
+        self._overlaps, foresees = overlaps, foresees and overlaps
+        self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
+        self._groups = 0  # number of groups streamed so far: groups use the two halves in turn
+        self._pending: tuple[int, Any] | None = None  # layer for which experts were copied ahead; mark after the copies
         self._kinds, self._captured, self._count = kinds, captured, count
         self._last: tuple[StepKey, LargeBatchStep] | None = None
 
@@ -111,7 +116,7 @@ class LargeBatches:
         activation: Activation,
         marks: Tensor | None = None,
         *,
-        captured: bool = False,  # the launches go into a graph
+        captured: bool = False,  # the launches are captured in a graph
     ) -> Tensor:
         """Enqueue one layer; return [rows, hidden], the weighted sum over each token's experts on this rank.
 
@@ -120,12 +125,12 @@ class LargeBatches:
         branch, kind = self._branch, self._kinds[layer]
         key = self._shape(len(x), marked=marks is not None, captured=captured), activation, kind
         if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
-            self.settle()  # before the list of those copies goes with its step
+            self.settle()  # before the list of those copies is freed with its step
         step, pending = self._step(key, captured=captured), self._pending
         shape = step.shape
         active = 1 - (1 - shape.top_k / max(shape.experts, shape.top_k)) ** shape.tokens
         follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
-        foresees = shape.streamed_groups and follows and active >= _MOST_ACTIVE
+        foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
         step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
         if self._count is not None:
@@ -143,16 +148,18 @@ class LargeBatches:
             coming = branch.mark()
         if pending is not None:
             branch.join(pending[1])
+        if not self._overlaps:
+            branch.join(coming)
         step.compute(RESIDENT)
         for group in range(STREAMED, shape.groups):
-            # The fork waits for all that is enqueued by now, so a half is refilled only after its last reader.
-            following = None
-            if group + 1 < last:
-                with branch.fork():
-                    step.copy(group + 1)
-                    following = branch.mark()
+            # The fork waits for everything enqueued by now, so a half is refilled only after its last reader.
+            following, more = None, group + 1 < last
+            if more and self._overlaps:
+                following = self._copy(step, group + 1)
             branch.join(coming)
             step.compute(group)
+            if more and not self._overlaps:
+                following = self._copy(step, group + 1)
             coming = following
         if ahead:
             self._pending = layer + 1, coming
@@ -160,13 +167,19 @@ class LargeBatches:
         step.compute(ADMITTED)
         return step.finish()
 
+    def _copy(self, step: LargeBatchStep, group: int) -> Any:
+        """Enqueue a group's copies on the branch; return a mark after them."""
+        with self._branch.fork():
+            step.copy(group)
+            return self._branch.mark()
+
     def actions(self, ids: Tensor) -> Tensor:
-        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last, outside of a graph."""
+        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last; not for captured launches."""
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
     def warm_up(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
-        """Compile and load all kernels, for graphs and outside, by running steps without tokens."""
+        """Compile and load all kernels, for graphs and for plain launches, by running steps without tokens."""
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(layer, x, weights, ids, activation, marks, captured=captured)
@@ -174,7 +187,7 @@ class LargeBatches:
         self._captured.clear()
 
     def settle(self) -> None:
-        """Forget what was copied ahead, because another kind of step or another layer comes next."""
+        """Forget what was copied ahead, because another kind of step or another layer follows."""
         if self._pending is not None:
             self._branch.join(self._pending[1])
             self._table.forget_ahead()

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store.disk import sleep_until
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
-from vllm_dymoe.kernels.cpu_queue import collect_plain, post_plain
+from vllm_dymoe.kernels.cpu_queue import ask_plain, collect_plain, post_plain, take_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
@@ -30,23 +31,29 @@ class _Coming(NamedTuple):
 
     layer: int
     projections: int
-    begun: float  # when the link was free for them
+    begun: float  # when the link began to carry them
     due: dict[int, float]  # when each has crossed the link, by its place in ``Table.staged``
 
 
 class PlainKernels:
     """The SmallBatchKernel of an emulated card; with ``link_gbps``, misses wait for a link of that rate."""
 
-    name = "decided and fetched as a device would, by the host"
+    name = "planned and fetched as by a device, on the CPU"
 
     def __init__(
-        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None
-    ) -> None:
+        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None,
+        disk_queue: DiskQueue | None = None,
+    ) -> None:  # fmt: skip
+        self._disk_queue, self._given = disk_queue, (kernel, formats, link_gbps)
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel = kernel
         self._of_layers = [{fmt.encoding.tag: fmt for fmt in of_layer.values()} for of_layer in formats]
         self._formats: Mapping[int, ExpertFormat] = {}  # of the layer that was planned last, by tag
+
+    def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
+        """Return the same kernels with a worker that brings what is missing into memory."""
+        return type(self)(*self._given, disk_queue)
 
     def forward(
         self,
@@ -61,7 +68,7 @@ class PlainKernels:
         cpu_queue: CpuQueue | None,
     ) -> Tensor:
         self.decide(table, layer, ids, weights, rows, plan)
-        begun, real = time.perf_counter(), int(rows)
+        begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
@@ -76,11 +83,11 @@ class PlainKernels:
         if cpu_queue is not None:
             collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
         if int((plan.computed > 0).sum()) == ids.numel():
-            return combine(out, weights)
-        return combine(out, weights, torch.where(plan.computed > 0, ids, -1))
+            return combine(out, plan.weights)
+        return combine(out, plan.weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
-        """Begin the kernel's step for a plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
+        """Start a step for a device-side plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
         items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
         bounds = [*plan.work[: len(items), 1].tolist(), positions]
         host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
@@ -91,7 +98,7 @@ class PlainKernels:
     def decide(
         self, table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, **how: Any
     ) -> None:
-        """Plan a layer, with the predicted experts that the link has brought by now."""
+        """Plan a layer, given the predicted experts that the link has brought by now."""
         if (coming := self._coming) is not None:
             self._coming, now = None, time.perf_counter()
             if coming.layer == layer:
@@ -101,6 +108,9 @@ class PlainKernels:
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         self._formats = self._of_layers[layer]
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
+        if (disk := self._disk_queue) is not None:
+            ask_plain(disk.queue, disk.turn, layer, plan)
+            take_plain(disk.queue, disk.turn, table, layer, plan)
 
     list_predicted = staticmethod(list_predicted)
     judge_predicted = staticmethod(judge_predicted)
@@ -126,14 +136,14 @@ class PlainKernels:
     def place(
         self, step: LayerPlan, plan: LayerPlan, item: int, slots: Sequence[range], *, through: bool = True
     ) -> int:
-        """Copy an item's bytes to their slot if it has one, and give the step their place.
+        """Copy an item's bytes to their slot if it has one, and set their place in the step.
 
         Args:
-            slots: addresses of the device's slots; what is read elsewhere crosses the link.
-            through: copy on the way, as the kernels of small batches do; False where copies have been made already.
+            slots: addresses of the device's slots; bytes read from elsewhere cross the link.
+            through: copy while computing, as the kernels of small batches do; False if copies were made before.
 
         Returns:
-            bytes that the kernel reads over the link.
+            number of bytes that the kernel reads over the link.
         """
         gate, up, down = (self._matrix(plan, item, projection, through) for projection in range(3))
         step.place(item, PackedExpert(gate, up, down))
@@ -190,7 +200,7 @@ class PlainLargeBatch:
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
-        self._weights, self._slots = weights, slot_ranges(self._table)
+        self._slots = slot_ranges(self._table)
         self._step, self._out = owner.begin(x, plan, self._activation)
 
     def copy(self, group: int) -> None:
@@ -208,7 +218,7 @@ class PlainLargeBatch:
         owner.kernel.compute(items)
 
     def finish(self) -> Tensor:
-        return combine(self._out, self._weights, self.ids)
+        return combine(self._out, self._large.weights, self.ids)
 
 
 def slot_ranges(table: Table) -> list[range]:

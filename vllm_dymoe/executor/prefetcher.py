@@ -7,8 +7,8 @@ A prediction must cost nothing, correct or not:
 - It moves one projection at a time, and only while no demand transfer waits or runs.
 - When its layer is routed, it is claimed, or cancelled at the next projection.
 - While predictions do not pay, few are made, if the policy paces them (``prefetch.pace``).
-- If host memory is a cache, experts that are only on disk are first read into it: those predicted, for more layers
-  ahead than the link fetches for, and for later layers those that the last step used.
+- If host memory is a cache, experts that are only on disk are first read into it: predicted ones, for more layers ahead
+  than the link fetches for, and for later layers those that the last step used.
 
 Prefetch changes when an expert arrives, never what is computed.
 """
@@ -34,7 +34,7 @@ from vllm_dymoe.prefetch.pace import Pace
 class Prefetcher:
     """Turns a predictor's candidates into transfers, and into disk reads if host memory is a cache (``disk``).
 
-    An expert that was fetched in another precision than its step wants is wasted, unless the versions are nested.
+    A fetched expert is wasted if its step wants another precision, unless versions are nested.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Prefetcher:
         self._disk = disk
         self._candidates: deque[tuple[int, int, Precision]] = deque()  # layer, expert, and in which precision
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
-        self._spent = 0.0  # host seconds since a layer last waited for the link
-        self._waited = 0.0  # seconds of exposed waits so far
+        self._spent = 0.0  # host seconds of predictions since a layer last waited for the link
+        self._waited = 0.0  # total seconds of exposed waits so far
         self._answered = False  # whether the last prediction named any expert
         self._asked: tuple[int, Measured] | None = None
-        # A prefill wants most experts of a layer and a single token few: what pays for one may not for the other.
+        # A prefill wants most experts of a layer and a single token few, so each phase has a pace of its own.
         prefetch = policy.prefetch
         self._projections = prefetch.projections if prefetch else len(EVERY_PROJECTION)
         self._paces = {phase: Pace(paid=prefetch is not None and prefetch.paced) for phase in Phase}
         self._pace = self._paces[Phase.DECODE]  # of the running step
 
     def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> None:
-        """Ask for a prediction and offer its candidates, if the pace allows one now.
+        """Request a prediction and offer its candidates, if the pace allows one now.
 
-        If the CPU's cores carry out transfers there is no idle link time, and nothing is asked. A predictor on a side
-        stream is only started here; :meth:`answer` takes its result once experts are computing.
+        If CPU cores carry out transfers there is no idle link time, and no prediction is made. A predictor on a side
+        stream is only started here; :meth:`answer` takes its result once experts are being computed.
         """
         self._pace = self._paces[phase]
         if self._engine.occupies_cores or not self._pace.acts():
@@ -93,13 +93,16 @@ class Prefetcher:
 
     @property
     def frees_slots_early(self) -> bool:
-        """Whether predictions wait for slots while layers keep none; then one expert is computed by itself first."""
+        """Whether predictions wait for slots while layers keep none.
+
+        Then one expert should be computed early, by itself.
+        """
         return bool(self._candidates) and not self._policy.residency.keeps
 
     def offer(self, layer: int, candidates: Iterable[Candidate]) -> None:
         """Replace the candidates by experts of the layers after ``layer``, best first.
 
-        Each has the precision that its own layer will want; one whose precision has no slots is dropped.
+        Each has the precision that its own layer will want; candidates whose precision has no slots are dropped.
         """
         coming = [candidate for candidate in candidates if candidate.layer > layer]
         named: dict[int, list[int]] = {}
@@ -130,7 +133,7 @@ class Prefetcher:
         while self._candidates:
             layer, expert, precision = self._candidates[0]
             if self._disk is not None and not self._disk.has(self._candidates[0]):
-                self._candidates.popleft()  # the link does not wait for the disk for a prediction
+                self._candidates.popleft()  # the link does not wait for the disk because of a prediction
                 continue
             ahead = self._ahead.setdefault(layer, [])
             for part in self._memory.lacking(layer, expert, precision):
@@ -143,12 +146,12 @@ class Prefetcher:
             self._candidates.popleft()
 
     def claim(self, layer: int, wanted: Mapping[int, Precision]) -> dict[tuple[int, Precision], Fetch]:
-        """Hand a routed layer the fetches that it needs, by expert and pool, and give up the others.
+        """Return the fetches that a routed layer needs, by expert and pool, and give up the others.
 
         Fetches that have not arrived become demand transfers. The caller releases all of them.
         """
         self._spend(0.0)
-        self._pace.spend(self._spent, answered=self._answered)  # what predictions have cost the layer before
+        self._pace.spend(self._spent, answered=self._answered)  # host time of predictions for the layer before
         self._spent, self._answered, self._asked = 0.0, False, None
         self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}
@@ -170,7 +173,7 @@ class Prefetcher:
         return claimed
 
     def give_way(self, precision: Precision) -> bool:
-        """Free a slot for a demand, the latest prediction's first; return whether one could be freed at once."""
+        """Free a slot for a demand, that of the latest prediction first; return whether one is free at once."""
         if self._fetcher.collect():
             return True
         for fetches in (self._ahead[layer] for layer in sorted(self._ahead, reverse=True)):
@@ -183,7 +186,7 @@ class Prefetcher:
     def clear(self) -> None:
         self._candidates.clear()
         for fetches in self._ahead.values():
-            self._fetcher.give_up(fetches, wait=True)  # a copy that is enqueued still writes, and memory may go back
+            self._fetcher.give_up(fetches, wait=True)  # an enqueued copy still writes, and its memory may be freed
         self._ahead.clear()
 
     def _ask(self, layer: int, predictor: Measured) -> None:
@@ -193,9 +196,9 @@ class Prefetcher:
         self._spend(self.clock() - begin)
 
     def _spend(self, seconds: float) -> None:
-        """Record host time that predictions have taken.
+        """Record host time spent on predictions.
 
-        The time costs nothing if the layer waits for the link afterwards, since the link was working meanwhile.
+        The time costs nothing if the layer waits for the link afterwards, because the link was working meanwhile.
         """
         waited = self._engine.stats.exposed_wait_seconds
         self._spent = seconds + (self._spent if waited <= self._waited else 0.0)
@@ -203,7 +206,7 @@ class Prefetcher:
 
     @property
     def intervals(self) -> dict[str, int]:
-        """The interval of each phase: one of so many predictions is acted on."""
+        """The interval of each phase: of how many predictions one is acted on."""
         return {phase.value: pace.interval for phase, pace in self._paces.items()}
 
     @property

@@ -30,7 +30,7 @@ from vllm_dymoe.planner.routing import group_by_expert
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 
 RATES = "rates.json"  # file name, next to a store
-_ROWS = 8  # the time of so many rows minus that of one gives the cost of a row
+_ROWS = 8  # the difference between the times of this many rows and of one gives the cost of a row
 _SECONDS = 1.0
 _AT_ONCE = 8  # experts per call, and transfers in flight
 
@@ -41,32 +41,32 @@ class Rates:
 
     link: float  # bytes per second over the link while the CPU computes
     first_row: Mapping[int, float]
-    """Seconds of the CPU for an expert and one row while the link works, by tag of the encoding."""
+    """CPU seconds for an expert with one row while the link works, by tag of the encoding."""
     next_row: Mapping[int, float]  # seconds for each further row
     round_trip: float  # seconds of an empty round trip to the CPU worker
     threads: int
-    measured_for: str  # configuration for which this is valid
+    measured_for: str  # the configuration for which this is valid
     measured: int = 1  # number of measurements, of which this is the best
 
     def host(self, fmt: ExpertFormat) -> float:
-        """Return bytes per second of CPU execution with one row."""
+        """Return the CPU's bytes per second with one row."""
         return fmt.whole_nbytes / self.first_row[fmt.encoding.tag]
 
     def describe(self, experts: ModelExperts) -> str:
         """Describe the rates in words."""
         host = ", ".join(f"{self.host(f) / 1e9:.1f} at {f.encoding.bits} bits" for f in experts.all_formats)
-        return f"{self.link / 1e9:.1f} GB/s of the link and {host} of the host's {self.threads} threads"
+        return f"{self.link / 1e9:.1f} GB/s of the link and {host} of {self.threads} CPU threads"
 
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, measured: Callable[[], Rates]) -> Rates:
-    """Return the best rates of the first starts: those by which link and CPU together handle most bytes per second.
+    """Return the best rates of the first starts: those by which link and CPU together handle the most bytes per second.
 
     Args:
         path: file that stores them between starts, or None. Its content counts only on the machine and for the
             configuration that it was measured on.
         measured_for: the configuration.
         fmt: the format whose bytes are compared.
-        measured: measures now.
+        measured: function that measures now.
     """
     key = f"{machine()}, {measured_for}"
     kept = None if path is None else kept_beside(path, key, Rates)
@@ -92,8 +92,8 @@ def measure(
     """Measure link and CPU together for about a second.
 
     The link transfers experts of a store in memory, while as many threads as the worker has compute; the worker itself
-    must not have started. On CUDA plain copies stand for the kernels' own reads, because the transfer engine costs
-    the host more: through it an H100's link brought 10 of 55 GB/s.
+    must not have started. On CUDA plain copies stand in for the kernels' own reads, because the transfer engine costs
+    the host more: with it an H100's link brought 10 of 55 GB/s.
     """
     trip, cpu_worker = worker.round_trip(), CpuWorker(worker.threads, 0, worker.activations)
     formats = store.experts.all_formats
@@ -141,13 +141,28 @@ def measure(
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
 
+def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> float:
+    """Return bytes per second of plain copies from a store that a CUDA device can read."""
+    largest = max(store.experts.all_formats, key=lambda fmt: fmt.nbytes)
+    keys, moved = _keys(store.experts, largest), 0
+    slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        for slot in slots:
+            slot.copy_(store.packed(next(keys)), non_blocking=True)
+        torch.cuda.synchronize(device)
+        moved += len(slots) * largest.nbytes
+    return moved / (time.perf_counter() - begun)
+
+
 def _keys(experts: ModelExperts, fmt: ExpertFormat) -> Iterator[SliceKey]:
     """Yield every expert of a format in turn, for ever, so that no CPU cache holds them."""
     return cycle([key for key in all_keys(experts) if experts.format(key) == fmt])
 
 
 def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
-    """Return the median seconds of the CPU for one expert with so many rows."""
+    """Return the median CPU seconds for one expert with ``rows`` rows."""
     keys = _keys(store.experts, fmt)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
     x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
@@ -171,7 +186,7 @@ def costs(formats: Mapping[int, ExpertFormat | None], rates: Rates | None, most_
     Args:
         formats: those in use, by LOW and HIGH; None for one that is skipped.
         rates: None to execute every miss on the CPU.
-        most_rows: an expert with more rows is fetched.
+        most_rows: experts with more rows are fetched.
     """
     table = np.zeros((3, len(Cost)), np.int64)
     for code, fmt in formats.items():

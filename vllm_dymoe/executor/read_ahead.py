@@ -24,7 +24,10 @@ def expect(host_cache: HostCache, cache: DeviceCache, layer: int, plan: LayerPla
 
 
 class ReadAhead:
-    """Reads predicted experts into host memory, and for layers beyond the predictions what the last step used there."""
+    """Reads predicted experts into host memory.
+
+    For layers beyond the predictions it reads the experts that the last step used there.
+    """
 
     def __init__(self, host_cache: HostCache, cache: DeviceCache, num_layers: int) -> None:
         self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
@@ -36,7 +39,7 @@ class ReadAhead:
         self._host_cache.prefetch(chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later)))))
 
     def has(self, prediction: Prediction) -> bool:
-        """Return whether the link could fetch it without waiting for the disk."""
+        """Return whether the link could fetch a predicted expert without waiting for the disk."""
         return all(map(self._host_cache.has, self._lacking(prediction)))
 
     def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:

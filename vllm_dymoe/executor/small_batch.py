@@ -5,6 +5,7 @@ quotas, precisions and retention are values in the table; the graph stays valid 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.executor.device_prefetch import DevicePrefetch, PrefetchKernel
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
@@ -31,37 +33,42 @@ from vllm_dymoe.prefetch.pace import StepPace
 class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
     """Plans and computes one layer's step on a device."""
 
-    name: str  # which implementation, for logs and reports
+    name: str  # name of the implementation, for logs and reports
 
     def forward(
         self,
         table: Table,  # which experts are where; rewritten
         layer: int,  # position among the MoE layers
-        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others come out as zeros
+        rows: Tensor,  # int32 [1], how many of the rows are tokens; the others become zeros
         plan: LayerPlan,  # overwritten, with room for the rows of x
         x: Tensor,  # [rows, hidden] bfloat16 or float16
         weights: Tensor,  # float32 [rows, top_k]
         ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
-        cpu_queue: CpuQueue | None,  # the CPU worker of misses; None if all are fetched
+        cpu_queue: CpuQueue | None,  # CPU worker for misses; None if all are fetched
     ) -> Tensor:
         """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
         ...
 
+    def with_disk(self, disk_queue: DiskQueue) -> "SmallBatchKernel":
+        """Return the same kernels with a thread that brings what plans miss into memory."""
+        ...
+
 
 class StepMemory:
-    """What captured graphs read and write: made once per server, so that a resize moves none of it.
+    """What captured graphs read and write: allocated once per server, so that a resize moves none of it.
 
     With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
 
     Attributes:
         table: on the device; between two steps the host changes values in it.
         plans: for each layer, or for all of them, a view of its plan for each number of rows; slicing costs host time.
-        rows: int32 [1], how many rows are tokens.
+        rows: int32 [1], how many rows are tokens: the first of ``told``, where nothing in a step writes another number.
+        told: int32 [2], what :meth:`SmallBatches.tell` says, twice.
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
-        predictor: names experts in small-batch steps; None if nothing does.
+        predictor: predicts experts in small-batch steps; None without predictions.
         listed: copies of predicted experts.
     """
 
@@ -75,7 +82,8 @@ class StepMemory:
             [scratch.of(rows, experts.num_experts) for rows in range(SMALL_BATCH_ROWS + 1)]
             for scratch in (LayerPlan.allocate(*sizes, slices=1 + table.nested) for _ in range(layers))
         ]
-        self.rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.told = torch.zeros(2, dtype=torch.int32, device=device)
+        self.rows = self.told[:1]
         self.firsts = torch.arange(MOST_PARTS, dtype=torch.int32, device=device).mul_(SMALL_BATCH_ROWS).view(-1, 1)
         self.of_parts = torch.zeros(MOST_PARTS, 4, dtype=torch.int32, device=device)
         self.captured: CapturedSteps = {}
@@ -86,14 +94,14 @@ class StepMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory of the table and the plans; slots, scratch and predictor are counted elsewhere."""
-        tensors = *vars(self.table).values(), self.rows, self.firsts, self.of_parts
+        tensors = *vars(self.table).values(), self.told, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
         tensors += tuple(vars(self.listed).values())
         return sum(tensor.nbytes for tensor in tensors)
 
 
 class SmallBatches:
-    """Every MoE layer of one rank in steps that the device plans, for one allocation of slots and one policy.
+    """Every MoE layer of one rank in device-planned steps, for one allocation of slots and one policy.
 
     A resize or a change of policy builds a new object on the same memory, so captured graphs stay valid.
 
@@ -101,13 +109,17 @@ class SmallBatches:
         memory: outlives this object.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
-        cpu_queue: the CPU worker of misses; None if all are fetched.
+        cpu_queue: the CPU worker for misses; None if all are fetched.
         costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
         count: see :class:`LargeBatches`.
         projections: how many of a predicted expert are fetched; 0 to fetch nothing ahead.
         pace: decides between steps whether the next one prefetches; None if all do.
+        spare: number of staging slots of each precision that steps leave to moves of versions.
+        overlaps: experts arrive while others are computed; without, every step is a large batch.
+        foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
 
     Attributes:
+        most_rows: of a small batch.
         large: runs prompts and steps of more rows.
     """
 
@@ -115,18 +127,24 @@ class SmallBatches:
         self, memory: StepMemory, kernel: SmallBatchKernel, branch: Branch, quotas: Mapping[int, Sequence[int]],
         staging: Mapping[int, int], *, cpu_queue: CpuQueue | None = None, costs: NDArray[np.int64] | None = None,
         count: Callable[[int, Tensor, Tensor], None] | None = None, projections: int = PROJECTIONS,
-        pace: StepPace | None = None,
+        pace: StepPace | None = None, foresees: bool = True, spare: Mapping[int, int] = MappingProxyType({}),
+        overlaps: bool = True,
     ) -> None:  # fmt: skip
         self.memory, self.table, self.kernel = memory, memory.table, kernel
-        self.cpu_queue, self.costs = cpu_queue, costs
-        self._plans, slots = memory.plans, (quotas, staging, memory.experts.kinds, memory.captured)
-        self.large = LargeBatches(memory.experts.top_k, memory.table, kernel, branch, memory.rows, *slots, count)
+        self.cpu_queue, self.costs, self.most_rows = cpu_queue, costs, SMALL_BATCH_ROWS if overlaps else 0
+        experts, table, rows = memory.experts, memory.table, memory.rows
+        self._plans, slots = memory.plans, (quotas, staging, experts.kinds, memory.captured)
+        self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
+        self.large = LargeBatches(
+            experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees, overlaps=overlaps
+        )
         self.prefetch: DevicePrefetch | None = None
-        set_prefetch(memory.table, {})
+        set_prefetch(table, {}, spare)
         if memory.predictor is not None:  # also without slots: a graph that is captured now is replayed with some
-            how = memory.predictor, memory.listed, projections, staging if projections else {}, pace
-            self.prefetch = DevicePrefetch(memory.table, kernel, branch, memory.rows, *how)
-        self._told = -1  # not known what an earlier object has set
+            ahead = staging if projections and foresees and overlaps else {}
+            how = memory.predictor, memory.listed, projections, ahead, layers, pace
+            self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
+        self._told = -1  # unknown, because an earlier object may have set it
 
     def warm_up(self, activation: Activation) -> None:
         """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
@@ -154,16 +172,39 @@ class SmallBatches:
         self.tell(tokens)
 
     def tell(self, rows: int) -> None:
-        """Set how many rows are tokens in what is launched or replayed next; 0 for a step without requests."""
+        """Set how many rows are tokens in what is launched or replayed next, or at most all of a layer's are; 0 for a
+        step without requests."""
         if rows != self._told:
             memory, self._told = self.memory, rows
-            memory.rows.fill_(rows)
-            if self.costs is not None:
-                memory.of_parts.copy_(memory.rows - memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+            memory.told.fill_(rows)
+            self._divide()
+
+    def _divide(self) -> None:
+        if self.costs is not None:
+            self.memory.of_parts.copy_(self.memory.rows - self.memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
+
+    def meet(self, ids: Tensor) -> None:
+        """Set from the device how many of a layer's rows are tokens, where those of several engines meet.
+
+        Args:
+            ids: int [rows, top_k], experts of all ranks; all -1 in rows that are no tokens, which lie anywhere. If
+                there is any other row, all of them count.
+        """
+        torch.mul((ids != -1).any(), len(ids), out=self.memory.rows[0])
+        self._divide()
+
+    def own_tokens(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Return ids [rows, top_k] with -1 in the rows that are no tokens of this rank, by what it was told.
+
+        Args:
+            first: number of the first row among those of the step.
+        """
+        number = torch.arange(first, first + len(ids), device=ids.device).unsqueeze(1)
+        return torch.where(number < self.memory.told[1], ids, -1)
 
     def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
         self.large.settle()
-        prefetch = self.prefetch
+        prefetch = self.prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
         out = self.run(layer, x, weights, ids, activation)
@@ -182,13 +223,13 @@ class SmallBatches:
     ) -> Tensor:  # fmt: skip
         """Run a layer of a large-batch step, see :meth:`LargeBatches.forward`.
 
-        It runs as several small-batch steps, one after another, if the CPU executes misses and this is faster.
+        It runs as several small-batch steps in sequence, if the CPU executes misses and this is faster.
         """
         if self.prefetch is not None:
             self.prefetch.settle()
             self.prefetch.observe(layer, x, ids)
         parts, experts = 0, self.table.experts
-        if self.costs is not None and marks is None:
+        if self.costs is not None and marks is None and self.most_rows:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
             parts = small_batch_parts(*sizes, self.large.most_streamed / experts, self.costs)
         if not parts:
@@ -208,7 +249,7 @@ class SmallBatches:
         return self._plans[layer][-1].actions(ids, self.table.experts)
 
     def settle(self) -> None:
-        """Begin a step: forget what an earlier one copied ahead."""
+        """Begin a step: forget experts that an earlier one copied ahead."""
         self.large.settle()
         if self.prefetch is not None:
             self.prefetch.settle()

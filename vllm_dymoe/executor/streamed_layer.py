@@ -36,17 +36,17 @@ class _Held:
     """An expert that this step computes, with its slots and fetches."""
 
     expert: int  # its number
-    precision: Precision  # that is wanted
+    precision: Precision  # the precision that is wanted
     slots: list[Slot] = field(default_factory=list)
-    """Where its bytes are, or arrive; a base slice comes before its residual slice."""
-    fetches: list[Fetch] = field(default_factory=list)  # the transfers of what was missing
+    """Where its bytes are or arrive; a base slice comes before its residual slice."""
+    fetches: list[Fetch] = field(default_factory=list)  # transfers of missing slices
     lacking: deque[tuple[Precision, bool]] = field(default_factory=deque)
-    """For each slice without a slot: the pool to take it from, and whether it will be kept."""
-    item: int = -1  # its number in the plan, which is in the order of computation
+    """For each slice without a slot: the pool to take one from, and whether the slice will be kept."""
+    item: int = -1  # number in the plan, whose items are in the order of computation
 
 
 class LayerStep:
-    """One layer's step, which ``plan`` says: :meth:`acquire` claims slots, and :meth:`run` computes."""
+    """One layer's step by a plan: :meth:`acquire` claims slots, :meth:`run` fetches and computes."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class LayerStep:
         self._memory, self._engine = fetcher.cache, fetcher.engine
         self._counts, self._in_turn, self._whole = counts, in_turn, whole
         self._shared = False  # residents were computed since the last arrivals
-        self._must_keep = False  # misses take slots that the layer keeps, since no staging slot comes back
-        self._ready: list[_Held] = []  # bytes are complete; the latest arrivals are last
+        self._must_keep = False  # misses take slots that the layer keeps, because no staging slot will be free
+        self._ready: list[_Held] = []  # experts whose bytes are complete; the latest arrivals are last
         self._arriving: deque[_Held] = deque()  # in the order of their transfers
         self._missing: deque[_Held] = deque()
         self._computing: list[_Held] = []
@@ -107,7 +107,7 @@ class LayerStep:
         victims: Sequence[int],
         ahead: Mapping[tuple[int, Precision], Fetch],
     ) -> None:
-        """Evict what an admitted expert displaces, and take its slots that are filled or in flight."""
+        """Evict what an admitted expert replaces, and take its slots that are filled or in flight."""
         cache, expert = self._memory, coming.expert
         for part, action, victim in zip(cache.parts[coming.precision], actions, victims, strict=False):
             if action == Action.HIT:
@@ -123,7 +123,7 @@ class LayerStep:
                     cache.evict(self._layer, expert)  # in another version
                 if victim >= 0:
                     self._counts.evictions += cache.evict(self._layer, victim, part)
-            if fetch is not None and coming.lacking:  # the base gave its slot to a demand
+            if fetch is not None and coming.lacking:  # the base's slot was given to a demand
                 self._fetcher.give_up([fetch])
                 fetch = None
             if fetch is None:
@@ -156,7 +156,7 @@ class LayerStep:
                 self._plan.place(coming.item, self._memory.packed(coming.slots))
 
     def _make_room(self, precision: Precision, coming: _Held) -> bool:
-        """Evict the coldest expert, or residual slice, of the layer that this step does not read any more."""
+        """Evict the coldest expert, or residual slice, of the layer that this step no longer reads."""
         reading = {held.expert for held in (*self._ready, *self._arriving)}
         reading |= {held.expert for held in self._missing if held.slots}
         bases = [fetch for fetch in coming.fetches if not fetch.kept]
@@ -228,7 +228,7 @@ class LayerStep:
             return self._next_launch(arrived)
         if not ready:
             return [arriving.popleft()], True
-        # While others wait for slots, compute the latest arrival alone: its slot is needed.
+        # While others wait for slots, compute only the latest arrival: its slot is needed.
         return _last(ready, 1 if self._missing and not self._in_turn else len(ready)), False
 
     def _first_frees_a_slot(self) -> bool:
@@ -259,7 +259,7 @@ class LayerStep:
         return [self._arriving.popleft() for _ in range(half)], True
 
     def _compute(self, arriving: bool) -> None:
-        """Compute experts, each projection once all have it, and free the slots of streamed ones."""
+        """Compute experts, each projection once all of them have it, and free the slots of streamed ones."""
         computing = self._computing
 
         def receive(projections: int) -> None:
@@ -287,7 +287,10 @@ class LayerStep:
                 self._fetcher.complete(fetch)
 
     def _use_kept_slots(self) -> bool:
-        """Use slots that the layer keeps, since orphaned copies hold the staging slots; False if done already."""
+        """Use slots that the layer keeps, because orphaned copies hold the staging slots.
+
+        Return False if done already.
+        """
         done_already, self._must_keep = self._must_keep, True
         return not done_already
 

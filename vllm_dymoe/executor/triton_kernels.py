@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.kernels.triton import TritonKernel
@@ -23,17 +24,22 @@ from vllm_dymoe.planner.table import Table
 class TritonKernels:
     """The SmallBatchKernel of a GPU, or of a CPU in Triton's interpreter.
 
-    It shares its scratch with the kernel of host-planned steps, since both run on one stream. ValueError if that is too
-    small for ``rows`` rows, or if layers have more experts than the planner's kernel can hold.
+    It shares its scratch with the kernel of host-planned steps, since both run on one stream. ValueError if the scratch
+    is too small for ``rows`` rows, or if layers have more experts than the planner's kernel supports.
     """
 
     name = "triton"
 
-    def __init__(self, kernel: ExpertKernel, experts: ModelExperts, rows: int) -> None:
+    def __init__(
+        self, kernel: ExpertKernel, experts: ModelExperts, rows: int, disk_queue: DiskQueue | None = None
+    ) -> None:
         assert isinstance(kernel, TritonKernel)
         check_experts(experts.num_experts)
-        self._kernel, self._kinds = kernel, experts.kinds
+        self._kernel, self._kinds, self._given = kernel, experts.kinds, (kernel, experts, rows)
         self._formats = [[fmt.matrices for fmt in formats.values()] for formats in experts.of_kinds]
+        self._disk_queue = None
+        if disk_queue is not None:
+            self._disk_queue = DeviceQueue(disk_queue.queue.shape, disk_queue.turn, disk_queue.turn)
         self._step = cache(self._make_step)
         for kind in range(len(self._formats)):
             step, top_k = self._step(Activation.SILU, kind), experts.top_k
@@ -44,6 +50,10 @@ class TritonKernels:
                     f"a decode step of {rows} rows needs {needed} bytes and {counted} semaphores, but the kernel "
                     f"has {held} and {there}"
                 )
+
+    def with_disk(self, disk_queue: DiskQueue) -> "TritonKernels":
+        """Return the same kernels with a worker that brings what is missing into memory."""
+        return TritonKernels(*self._given, disk_queue)
 
     def forward(
         self,
@@ -80,7 +90,7 @@ class TritonKernels:
     def large_batch_step(
         self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int
     ) -> TritonLargeBatch:
-        return self._kernel.large_batch_step(table.at, shape, self._formats[kind], activation)
+        return self._kernel.large_batch_step(table.at, shape, self._formats[kind], activation, self._disk_queue)
 
     def _make_step(self, activation: Activation, kind: int) -> SmallBatchStep:
-        return self._kernel.small_batch_step(self._formats[kind], activation)
+        return self._kernel.small_batch_step(self._formats[kind], activation, self._disk_queue)

@@ -1,6 +1,6 @@
 """Encodings: how stored bits become numbers, and what is stored with them (docs/format.md).
 
-16 bits are plain weights. 8, 4 and 2 bits are a uniform grid, weight = (step * code - center) * scale + zero; where
+16 bits are plain weights. 8, 4 and 2 bits are a uniform grid, weight = (step * code - center) * scale + zero; if
 versions are nested, the upper halves of the codes alone are the low version. MXFP4, NVFP4 and FP8 are published floats,
 weight = level[code] * scale. Lattice codes are points of E8 (``kernels/lattice.py``).
 """
@@ -16,19 +16,20 @@ from torch import Tensor
 class Encoding:
     """How bits become numbers."""
 
-    name: str  # as users and files write it
+    name: str  # name in options and files
     bits: int  # of a code
-    tag: int  # one bit that stands for the code in kernels' tables: the number of bits, or one that no width is
-    stored_bits: int  # bits of each code that a section holds; half of them for the residual slice of a nested version
+    tag: int  # one bit that identifies the encoding in kernels' tables: the number of bits, or a bit that no width uses
+    stored_bits: int  # bits of each code in a section; half of them for the residual slice of a nested version
     upper_of: int = 0
     """Bits of the codes whose upper halves these are, 0 for whole codes. Scale and zero are those of the whole code,
-    which is taken to be in the middle of those with this half."""
-    group_size: int | None = None  # columns of a row that share a scale, or are padded; None where the matrix decides
+    which is assumed to be in the middle of those with this half.
+    """
+    group_size: int | None = None  # columns of a row that share a scale, or are padded; None if the matrix decides
     scale_dtype: torch.dtype | None = None
-    """Of a published float's scale; None for steps of a grid, whose scales and zeros have the matrix's."""
-    has_factor: bool = False  # whether a matrix has a factor of its own beside its scales
+    """Dtype of a published float's scale; None for grids, whose scales and zeros have the matrix's dtype."""
+    has_factor: bool = False  # whether a matrix has a factor in addition to its scales
     dtype: torch.dtype = torch.uint8  # of a published float of 8 bits
-    lattice: bool = False  # whether codes are points of a lattice, with a scale for each row, of rotated inputs
+    lattice: bool = False  # whether codes are lattice points, with a scale for each row, of rotated inputs
 
     @property
     def nested(self) -> bool:
@@ -63,7 +64,7 @@ class Encoding:
         return int(torch.tensor(torch.finfo(self.dtype).max, dtype=self.dtype).view(torch.uint8))
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the numbers that a published float's codes (uint8) stand for: float32, same shape."""
+        """Return the numbers of a published float's codes (uint8): float32, same shape."""
         if self.bits == 8:
             return codes.view(self.dtype).float()
         as_e4m3 = (codes & 8) << 4 | (codes & 7) << 2  # of a 64th
@@ -75,7 +76,7 @@ STEPS = {bits: Encoding(str(bits), bits, bits, bits) for bits in (8, 4, 2)}
 UPPER_HALVES = {
     bits: Encoding(f"{bits // 2} of {bits}", bits // 2, bits // 2, bits // 2, upper_of=bits) for bits in (8, 4)
 }
-"""By the bits of the whole code."""
+"""Encodings by the bits of the whole code."""
 NESTED = {bits: Encoding(f"{bits}/{bits // 2}", bits, bits, bits // 2) for bits in (8, 4)}
 MXFP4 = Encoding("mxfp4", 4, 32, 4, group_size=32, scale_dtype=torch.float8_e8m0fnu)
 NVFP4 = Encoding("nvfp4", 4, 64, 4, group_size=16, scale_dtype=torch.float8_e4m3fn, has_factor=True)
@@ -87,11 +88,11 @@ E8_BASE = Encoding("e8 of e8+e8", 2, 256, 2, upper_of=4, group_size=64, lattice=
 CODEBOOKS = {encoding.name: encoding for encoding in (MXFP4, NVFP4, FP8)}
 LATTICES = {encoding.name: encoding for encoding in (E8, E8_NESTED)}
 WHOLE = {encoding.tag: encoding for encoding in (PLAIN, *STEPS.values(), *CODEBOOKS.values(), *LATTICES.values())}
-"""Codes of a version of its own, and of a lattice's both readings, by tag."""
+"""Encodings of separate versions, and both readings of a lattice's codes, by tag."""
 
 
 def encoding_of(bits: int, codebook: Encoding | None = None) -> Encoding:
-    """Return the encoding of a version that is not nested. Raises ValueError if there is none with so many bits."""
+    """Return the encoding of a separate version; ValueError if there is none with this number of bits."""
     encoding = codebook or WHOLE.get(bits)
     if encoding is None or encoding.bits != bits:
         known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"

@@ -17,7 +17,7 @@ from vllm_dymoe.experts.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
-    """The matrices of an expert, in the order in which a packed expert holds them; the gate may have no bytes."""
+    """The matrices of an expert, in the order of a packed expert; the gate may have no bytes."""
 
     GATE = 0
     UP = 1
@@ -31,7 +31,7 @@ EVERY_PROJECTION = range(len(Projection))
 class SliceKey:
     """Names one version of one expert: index of its layer, local expert index, bits.
 
-    For a nested version it names the residual slice alone; the base slice is the key with half the bits.
+    For a nested version it names only the residual slice; the key with half the bits names the base slice.
     """
 
     layer: int
@@ -62,13 +62,13 @@ class ExpertFormat:
 
     hidden: int  # model width H; gate and up are [I, H], down is [H, I]
     intermediate: int  # expert width I on this rank
-    encoding: Encoding  # how bits become numbers; a nested one for the residual slice, beside `base`
-    group_size: int  # weights that share one scale and zero; a code with groups of its own ignores it
+    encoding: Encoding  # a nested encoding is that of the residual slice; `base` has the base's
+    group_size: int  # weights that share a scale and a zero; encodings with their own groups ignore it
     dtype: torch.dtype  # of the scales, and of the weights at 16 bits; bfloat16 or float16
-    bias: bool = False  # whether every projection has one
+    bias: bool = False  # whether every projection has a bias
     integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
-    act_order: bool = False  # whether columns are stored in another order than that of the inputs, see there
-    has_gate: bool = True  # whether there is one; otherwise it has no rows, and its section no bytes
+    act_order: bool = False  # whether columns are stored in another order than the inputs', see :class:`MatrixFormat`
+    has_gate: bool = True  # without a gate, its matrix has no rows and its section no bytes
     down: DownFormat | None = None  # of down alone, in versions that are not nested; None if it is that of the others
 
     @property
@@ -85,7 +85,7 @@ class ExpertFormat:
 
     @cached_property
     def slices(self) -> tuple["ExpertFormat", ...]:
-        """The slices that make up the version: base and residual if it is nested, else itself."""
+        """The slices of the version: base and residual if it is nested, else itself."""
         return (self.base, self) if self.nested else (self,)
 
     @cached_property
@@ -113,8 +113,9 @@ class ExpertFormat:
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Block sizes in which inputs of gate and up, and inputs of down, are rotated: the largest powers of two that
-        divide them.
+        """Block sizes of the rotation of inputs, for gate and up, and for down.
+
+        They are the largest powers of two that divide the widths.
 
         The block size of down is limited to what one kernel program computes, so that the program can rotate before it
         stores.
@@ -138,8 +139,9 @@ class ExpertFormat:
         return self.sections[-1].stop
 
     def view(self, packed: torch.Tensor, base: PackedExpert | None = None) -> PackedExpert:
-        """View a slice (uint8 [nbytes], contiguous), with its base slice if it is nested, as packed matrices, without
-        copying.
+        """View a slice (uint8 [nbytes], contiguous) as packed matrices, without copying.
+
+        A nested one needs its base slice.
         """
         gate, up, down = (
             matrix.view(packed[section], upper)
@@ -150,7 +152,7 @@ class ExpertFormat:
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of one model on one rank: what the store holds and what slots are for."""
+    """The experts of one model on one rank, as stores and slots hold them."""
 
     layers: tuple[int, ...]  # index of each MoE layer in the model, ascending; dense layers are absent
     num_experts: int  # experts per layer on this rank
@@ -158,11 +160,13 @@ class ModelExperts:
     formats: Mapping[int, ExpertFormat]
     """One per stored bit-width; where layers differ that of most, under whose bits each layer's own version goes."""
     draft_layers: int = 0
-    """How many of the layers, the last ones, are those of a draft that proposes the model's tokens."""
+    """Number of layers, the last ones, that belong to a draft that proposes the model's tokens."""
     curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
-    """Where thresholds of prompts' tokens and of others begin, see :mod:`~.threshold`; empty without a calibration."""
+    """Start values of thresholds for prompts' tokens and decoded tokens, see :mod:`~.threshold`; empty without a
+    calibration.
+    """
     lost: Mapping[int, tuple[float, ...]] = field(default_factory=dict, compare=False)
-    """By index of the layer: what each expert loses in its low version, where a calibration has measured that."""
+    """By index of the layer: the measured error of each expert's low version, if a calibration measured it."""
     own: Mapping[int, ExpertFormat] = field(default_factory=dict)
     """By index of the layer, its format where that is not the one of ``formats``, which then has a single bit-width."""
 
@@ -234,17 +238,17 @@ def places_at(formats: Mapping[int, ExpertFormat], alignment: int) -> dict[int, 
 
 
 class SlicePlace(NamedTuple):
-    """Where a slice is among the packed experts of a layer."""
+    """Place of a slice among the packed experts of a layer."""
 
-    bits: int  # of the packed experts
+    bits: int  # bits of the packed experts
     stride: int  # bytes from one to the next
     start: int  # first byte of the slice in its packed expert
-    number: int  # of the slice in its packed expert
-    slices: int  # of a packed expert
+    number: int  # number of the slice in its packed expert
+    slices: int  # number of slices in a packed expert
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
-    """Return the formats of a store, high precision first. ``make`` returns the format of a version that is not nested.
+    """Return the formats of a store, high precision first. ``make`` returns the format of a separate version.
 
     A version with half the bits of the other is nested in it, and shares everything else with it.
     """
@@ -261,9 +265,7 @@ def nested(fmt: ExpertFormat) -> ExpertFormat:
 
 
 def nests(bits: Sequence[int], encoding: Encoding | None) -> bool:
-    """Return whether the low one of two precisions is nested in the high one, for this encoding; floats cannot be
-    halved.
-    """
+    """Return whether the low precision is nested in the high one, for this encoding; floats cannot be halved."""
     return not (encoding and encoding.floats) and set(bits) in ({4, 2}, {8, 4})
 
 

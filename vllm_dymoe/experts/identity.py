@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class ModelIdentity:
     """Identifies a model by what matters to its routers."""
 
-    model: str  # its name or folder, as it was served
+    model: str  # name or folder, as given to vLLM
     fingerprint: str
-    """Of its weights, the same for a 16-bit checkpoint and for what ``vllm-dymoe quantize`` makes of it."""
+    """Fingerprint of the weights, equal for a 16-bit checkpoint and for the output of ``vllm-dymoe quantize``."""
     num_layers: int  # MoE layers
     num_experts: int  # experts of a layer, on all ranks
     top_k: int  # experts for each token

@@ -1,7 +1,7 @@
 """One packed matrix: a weight [rows, columns] at 16, 8, 4 or 2 bits as one section of bytes.
 
 The layout serves every reader without repacking: a CPU reads two or four columns of 64 rows at a time, and a GPU
-program that owns 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
+program that handles 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from vllm_dymoe.experts.encoding import Encoding
 BLOCK_ROWS = 64  # rows that are interleaved; quantized matrices are padded to whole blocks
 
 PAIR_BYTES = 32
-"""Bytes that hold the 4-bit codes of one block's column: row e in the low half of byte e, row e + 32 in the high."""
+"""Bytes of the 4-bit codes of one block's column: row e in the low half of byte e, row e + 32 in the high half."""
 
-FOLD_COLUMNS = 64  # columns that share the bytes of a half, at most; those that one warp's strip of 4-bit codes has
+FOLD_COLUMNS = 64  # most columns whose 2-bit codes share bytes; as many as one warp's strip of 4-bit codes has
 
 GROUP_SIZES = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,31 +32,33 @@ _MOST_ACT_ORDER_COLUMNS = 32768  # places are 16-bit numbers
 class MatrixFormat:
     """How one weight matrix is packed.
 
-    Raises TypeError for an unsupported dtype, and ValueError for a size or group size that the encoding does not
-    support, for integer zeros or a column order with an encoding that is not a grid, or for an order of more than 32768
-    columns.
+    TypeError for an unsupported dtype. ValueError for a size or group size that the encoding does not support, for
+    integer zeros or a column order with an encoding that is not a grid, or for an order of more than 32768 columns.
     """
 
-    rows: int  # outputs N of the projection; 0, and no bytes, for the gate of experts that have none
+    rows: int  # outputs N of the projection; 0, without bytes, for a missing gate
     columns: int  # inputs K
     encoding: Encoding
-    """How bits become numbers. Of a nested one the section holds the lower halves of codes only; everything else is in
-    a section of `base`."""
-    group_size: int  # neighbouring columns of one row that share a scale; without meaning at 16 bits
+    """How bits become numbers. With a nested encoding the section holds only the lower halves of codes; everything
+    else is in a section of `base`.
+    """
+    group_size: int  # adjacent columns of a row that share a scale; unused at 16 bits
     dtype: torch.dtype  # of scales and zeros, of the bias, and of the weights at 16 bits; bfloat16 or float16
-    bias: bool = False  # whether a bias for each row lies behind the weights
+    bias: bool = False  # whether a bias for each row follows the weights
     integer_zeros: bool = False
-    """Whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. What other tools quantized
-    has integer zero points, whose product with the scale `dtype` could not hold exactly."""
+    """Whether zeros count steps of their scale: weight = (code - midpoint + zero) * scale. Checkpoints of other
+    tools have integer zero points, whose product with the scale `dtype` could not hold exactly.
+    """
     act_order: bool = False
-    """Whether columns are stored in another order than that of the inputs, which lies behind the bias. GPTQ quantizes
-    columns in the order of their activations (desc_act), and its groups lie scattered over a row; columns are stored so
-    that groups are neighbours again."""
-    rotation: int = 0  # neighbouring inputs that are rotated together before they are multiplied; 0 but for lattices
+    """Whether columns are stored in another order than the inputs'; the order follows the bias. GPTQ quantizes
+    columns in the order of their activations (desc_act), so its groups are scattered over a row; columns are stored
+    so that groups are contiguous again.
+    """
+    rotation: int = 0  # adjacent inputs that are rotated together before they are multiplied; 0 except for lattices
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.columns < 1:
-            raise ValueError(f"a matrix needs no fewer than 0 rows and 1 column, got {self.rows} x {self.columns}")
+            raise ValueError(f"a matrix needs at least 0 rows and 1 column, got {self.rows} x {self.columns}")
         sizes = (self.encoding.group_size,) if self.encoding.group_size else GROUP_SIZES
         if self.quantized and self.group_size not in sizes:
             raise ValueError(f"group_size is {self.group_size}, expected one of {', '.join(map(str, sizes))}")
@@ -66,7 +68,9 @@ class MatrixFormat:
             self.encoding.floats or self.encoding.lattice or not self.quantized
         ):
             what = "integer_zeros" if self.integer_zeros else "act_order"
-            raise ValueError(f"{what} is set for the code {self.encoding.name}, which has neither zeros nor an order")
+            raise ValueError(
+                f"{what} is set for the code {self.encoding.name}, which supports neither zeros nor an order"
+            )
         if self.act_order and self.columns > _MOST_ACT_ORDER_COLUMNS:
             raise ValueError(f"act_order is set for {self.columns} columns, expected at most {_MOST_ACT_ORDER_COLUMNS}")
 
@@ -89,18 +93,18 @@ class MatrixFormat:
 
     @cached_property
     def fold(self) -> int:
-        """Number of neighbouring columns whose 2-bit codes share bytes: the first half of them with the second half."""
+        """Number of adjacent columns whose 2-bit codes share bytes: the first half of them with the second half."""
         halves = self.encoding.nested or self.encoding.upper_of
         return min(self.group_size, FOLD_COLUMNS) if halves else self.group_size
 
     @cached_property
     def padded_rows(self) -> int:
-        """Number of stored rows: whole blocks of 64, or just the rows at 16 bits."""
+        """Number of stored rows: whole blocks of 64, or exactly the rows at 16 bits."""
         return _round_up(self.rows, BLOCK_ROWS) if self.quantized else self.rows
 
     @cached_property
     def padded_columns(self) -> int:
-        """Number of stored columns: whole groups, or just the columns at 16 bits."""
+        """Number of stored columns: whole groups, or exactly the columns at 16 bits."""
         return _round_up(self.columns, self.group_size) if self.quantized else self.columns
 
     @cached_property
@@ -126,18 +130,18 @@ class MatrixFormat:
 
     @cached_property
     def scales_offset(self) -> int:
-        """Byte of the section where scales begin; like all offsets a multiple of 256."""
+        """Offset of the scales in the section; like all offsets a multiple of 256."""
         return _round_up(self.weight_bytes, _SECTION_ALIGNMENT)
 
     @cached_property
     def bias_offset(self) -> int:
-        """Byte of the section where the bias begins, or would; a matrix's factor is in the 256 bytes before it."""
+        """Offset of the bias in the section, if it has one; a matrix's factor is in the 256 bytes before it."""
         factor = _SECTION_ALIGNMENT if self.encoding.has_factor else 0
         return _round_up(self.scales_offset + _scales_bytes(self), _SECTION_ALIGNMENT) + factor
 
     @cached_property
     def order_offset(self) -> int:
-        """Byte of the section where the column order begins, or would begin."""
+        """Offset of the column order in the section, if it has one."""
         bias_bytes = _round_up(self.padded_rows * self.dtype.itemsize, _SECTION_ALIGNMENT) if self.bias else 0
         return self.bias_offset + bias_bytes
 
@@ -204,8 +208,9 @@ class PackedMatrix:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Addresses of weight, scales, bias, column order and residual section; 0 for those that the matrix does not
-        have.
+        """Addresses of weight, scales, bias, column order and residual section.
+
+        Parts that the matrix does not have are 0.
         """
         scales = self.scales_zeros if self.scales is None else self.scales
         parts = self.weight, scales, self.bias, self.order, self.residual

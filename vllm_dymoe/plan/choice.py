@@ -26,7 +26,7 @@ from vllm_dymoe.plan.simulator import Model, Simulator, run_ranks
 from vllm_dymoe.policies import Policy, make_policy
 from vllm_dymoe.resolve import resolve_options
 
-GOOD_ENOUGH = 0.95  # of the likeliest tokens, those that have to be the ones of 16 bits for options to be recommended
+GOOD_ENOUGH = 0.95  # minimum share of most likely tokens that agree with 16 bits, for recommended options
 CANDIDATES: tuple[Mapping[str, Any], ...] = (
     {"policy": "exact", "high": 16},
     {"policy": "exact", "high": 8},
@@ -42,7 +42,7 @@ _CHUNK_STEP, _LARGEST_CHUNK = 512, 8192  # tokens
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The settings of ``vllm serve`` that decide how much memory is left for experts, by their names there."""
+    """The settings of ``vllm serve`` that determine the memory left for experts, under their names there."""
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -52,16 +52,16 @@ class ServeSettings:
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the plugin and what they do on a device."""
+    """Options of the plugin, and their predicted performance on a device."""
 
     given: Mapping[str, Any]  # options as a user writes them, without the budget
-    limit: int  # bytes of device memory for experts
-    part: float  # of the room for experts, up to which the budget may go
-    precisions: str  # bits of them
-    share: float  # experts at the high precision that fit, of all
-    agreement: float | None  # of the likeliest tokens with those of 16 bits; None if it was not measured
-    hit_rate: float  # of the experts that a decode step needs
-    moved: float  # bytes of experts that a decode step moves
+    limit: int  # device memory for experts, in bytes
+    part: float  # maximum budget as a share of the memory available for experts
+    precisions: str  # bits of the precisions
+    share: float  # share of all experts that fit at the high precision
+    agreement: float | None  # share of most likely tokens that agree with 16 bits; None if not measured
+    hit_rate: float  # share of the experts that a decode step needs
+    moved: float  # bytes of experts that a decode step transfers
     tpot: float  # seconds of a decode step
     ttft: float  # seconds to the first token of a prompt
 
@@ -147,7 +147,7 @@ def _of_layers(experts: ModelExperts, options: Options, policy: Policy, limit: i
 
 
 def _agreement(precisions: str, options: Options) -> float | None:
-    """As benchmarks/quality has measured it."""
+    """Return the agreement with 16 bits that benchmarks/quality measured, or None."""
     table = json.loads(resources.files("vllm_dymoe.plan").joinpath("quality.json").read_text())
     found = table.get(precisions, {}).get(options.quantizer)
     return None if found is None else float(found)
@@ -191,7 +191,7 @@ def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
 def choices(
     shape: ModelShape, device: Device, routings: Routings, serving: ServeSettings, prompt: int
 ) -> Iterator[Choice]:
-    """Every candidate at a quarter, half, three quarters and all of the room for experts."""
+    """Yield every candidate at a quarter, half, three quarters and all of the memory available for experts."""
     for candidate in CANDIDATES:
         given = {**candidate, "misses": "share"} if device.host else candidate
         options = resolve_options(given, environment={})
@@ -209,7 +209,7 @@ def choices(
 
 
 def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
-    """Rows of these policies; without any, at each part of the room the one that would be recommended there."""
+    """Return the rows of these policies; without policies, the one recommended at each share of the memory."""
     if policies:
         return [row for row in rows if row.given["policy"] in policies]
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
@@ -217,7 +217,10 @@ def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
 
 
 def recommended(rows: Sequence[Choice]) -> Choice:
-    """The fastest whose answers are good enough; of those within a twentieth the best answers. ConfigError if none."""
+    """Return the fastest row of sufficient quality; among rows within 5 % of its speed, the one of best quality.
+
+    ConfigError if there is none.
+    """
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:
         raise ConfigError("nothing fits on this device; lower --max-model-len or --max-num-seqs.")

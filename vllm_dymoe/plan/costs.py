@@ -1,4 +1,4 @@
-"""What the host and small kernels take, as it was measured: costs.json."""
+"""Measured time of the host and of small kernels: costs.json."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the host and of small kernels, as they were measured: see ``sources`` of costs.json."""
+    """Seconds of the host and of small kernels; ``sources`` in costs.json says how they were measured."""
 
-    host_layer: float  # of the host for a layer that it plans
-    host_miss: float  # of the host for each expert that it has fetched
-    graph_layer: float  # of small kernels for a layer that the device plans
+    host_layer: float  # host seconds for a host-planned layer
+    host_miss: float  # host seconds for each fetched expert
+    graph_layer: float  # seconds of small kernels for a device-planned layer
     graph_miss: float
-    launch: float  # of the host for a layer of a prompt that the device plans
-    questions: Mapping[str, float] = field(default_factory=dict)  # of the host to ask a predictor, by its name
+    launch: float  # host seconds for a device-planned layer of a prompt
+    # Host seconds of a prediction, by the predictor's name.
+    questions: Mapping[str, float] = field(default_factory=dict)
     step: float = 0.0  # of vLLM's own work for a step, which no layer has
 
     @classmethod
@@ -31,7 +32,7 @@ class Costs:
 
     @classmethod
     def nothing(cls) -> "Costs":
-        """A host that takes no time: what the data sheets alone say."""
+        """Return costs of zero, so that only data sheets count."""
         return cls(0.0, 0.0, 0.0, 0.0, 0.0)
 
 

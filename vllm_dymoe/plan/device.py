@@ -1,6 +1,6 @@
-"""A device as the roofline sees it: its data sheet, and the shares of it that our kernels have reached.
+"""A device for the roofline: its data sheet, and the shares of it that our kernels reach.
 
-``measured.json`` has what ``make gpu`` measured on real cards. A card that nobody has measured is taken to reach the
+``measured.json`` holds what ``make gpu`` measured on real cards. A card that was not measured is assumed to reach the
 same shares of its own data sheet.
 """
 
@@ -19,7 +19,7 @@ from vllm_dymoe.options import ConfigError
 
 _PCIE4, _PCIE5 = 31.51e9, 63.02e9
 
-# GiB of memory, bytes per second of it, dense bf16 operations per second, bytes per second of its link.
+# GiB of memory, its bytes per second, dense bf16 operations per second, bytes per second of the link.
 _SHEETS: dict[str, tuple[float, float, float, float]] = {
     "rtx3060": (12, 360e9, 25e12, _PCIE4),
     "rtx3090": (24, 936e9, 71e12, _PCIE4),
@@ -39,20 +39,21 @@ _SHEETS: dict[str, tuple[float, float, float, float]] = {
     "h200": (141, 4800e9, 989e12, _PCIE5),
 }
 
-_WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}  # of one expert, in reports
-# Of the bandwidth, and of the operations in a prompt, that vLLM's dense kernels reach; an assumption.
+# Number of weights of one expert, for the models in reports.
+_WEIGHTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "Qwen3-30B-A3B": 3 * 2048 * 768}
+# Shares of bandwidth, and of operations in a prompt, that vLLM's dense kernels reach; an assumption.
 _MEMORY_SHARE, _COMPUTE_SHARE = 0.75, 0.5
 _SHARE_MEASURED = 0.9  # of a data sheet, that torch's sum and product reach; an assumption
-_LINK_SHARE = 0.85  # of the link, behind its protocol
+_LINK_SHARE = 0.85  # share of the link that its protocol leaves
 
 
 @dataclass(frozen=True)
 class ExpertRate:
-    """What our kernels reach with resident experts of one size."""
+    """The rate of our kernels with resident experts of one size."""
 
-    card: str  # on which it was measured, a key of the data sheets
-    weights: int  # of one expert
-    tokens: int  # of the step
+    card: str  # card on which it was measured, a key of the data sheets
+    weights: int  # weights of one expert
+    tokens: int  # tokens of the step
     nested: bool  # 4/2 bits, else 4
     read: float  # bytes per second
     compute: float  # operations per second
@@ -60,22 +61,22 @@ class ExpertRate:
 
 @dataclass(frozen=True)
 class Device:
-    """What it can do."""
+    """The capabilities of a device."""
 
-    name: str  # as it was asked for
+    name: str  # as the user wrote it
     memory: int  # bytes
     bandwidth: float  # bytes per second that kernels read
     compute: float  # operations per second
     link: float  # bytes per second from the host
-    decides: bool = False  # decode steps are graphs, and nothing of a prompt waits for the host
-    host_memory: int | None = None  # bytes for experts; None for as many as there are
-    disk: float = float("inf")  # bytes per second that it reads for experts that are not there
-    host: float = 0.0  # bytes per second of experts that the host computes where they lie; 0 if all misses are fetched
-    rates: tuple[ExpertRate, ...] = ()  # of this device's kernels; without any, experts are as fast as dense layers
+    decides: bool = False  # the device plans: decode steps are graphs, and prompts do not wait for the host
+    host_memory: int | None = None  # bytes for experts; None if all of them fit
+    disk: float = float("inf")  # bytes per second of the disk, for experts that are not in memory
+    host: float = 0.0  # bytes per second of CPU execution; 0 if all misses are fetched
+    rates: tuple[ExpertRate, ...] = ()  # of this device's kernels; if empty, experts are as fast as dense layers
 
     @property
     def key(self) -> str:
-        """The device's name as data sheets and measurements have it."""
+        """The device's name in data sheets and measurements."""
         return _key(self.name)
 
     def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
@@ -92,7 +93,7 @@ def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
     """Yield the rates of the kernels in a report of ``make gpu``; ConfigError for a card without a data sheet."""
     card = _key(report["card"])
     if card not in _SHEETS:
-        raise ConfigError(f"{report['card']} was measured, and is no GPU that is known: {', '.join(_SHEETS)}.")
+        raise ConfigError(f"the report is for an unknown GPU, {report['card']}; known are {', '.join(_SHEETS)}.")
     for speed in report["parts"].get("speeds", {}).get("speeds", ()):
         named = re.fullmatch(r"kernels, (.+), 4(/2)? bits, (\d+) tokens", speed["name"])
         reached = re.fullmatch(r"([\d.]+) GB/s, ([\d.]+) TFLOP/s", speed["remark"])
@@ -109,9 +110,9 @@ def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{report} is no report of make gpu ({error}).") from error
+            raise ConfigError(f"{report} is not a report of make gpu ({error}); run `make gpu` on the card.") from error
         if not found or found[0].card != card:
-            raise ConfigError(f"{report} has no speeds of {card}'s kernels; give the report that make gpu wrote there.")
+            raise ConfigError(f"{report} has no speeds for {card}; give the report that make gpu wrote on it.")
     else:
         found = _shipped()
         found = [rate for rate in found if rate.card == card] or found
@@ -137,15 +138,15 @@ def _shipped() -> list[ExpertRate]:
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
-    """By the name of a GPU in any spelling, with a link of its own rate or of its data sheet's.
+    """Return the GPU of a name in any spelling, with a link of the given rate or of its data sheet's.
+
+    ConfigError if the GPU is unknown, or if the report is of another one.
 
     Args:
-        report: what ``make gpu`` has written on this card; None for what is known of it, or of others.
-
-    ConfigError if the GPU is unknown, or the report is of another one.
+        report: what ``make gpu`` has written on this card; None to use known measurements.
     """
     if (key := _key(name)) not in _SHEETS:
-        raise ConfigError(f"{name} is no GPU that is known: {', '.join(_SHEETS)}.")
+        raise ConfigError(f"unknown GPU {name}; known are {', '.join(_SHEETS)}.")
     memory, bandwidth, compute, sheet = _SHEETS[key]
     return Device(
         name, int(memory * 2**30), bandwidth * _MEMORY_SHARE, compute * _COMPUTE_SHARE,
@@ -155,14 +156,14 @@ def find_device(name: str, link: str | None, report: Path | None = None) -> Devi
 
 
 def _key(name: str) -> str:
-    """Of a GPU's name as its driver gives it, such as "NVIDIA A100-SXM4-80GB", or as it is spoken of."""
+    """Return the key of a GPU's name, in the driver's spelling, such as "NVIDIA A100-SXM4-80GB", or a common one."""
     return re.sub(r"nvidia|geforce|rtx\s*(?=a\d)|sxm\d?|pcie|nvl|hbm\de?|\d+\s*gb|[^a-z0-9]", "", name.lower())
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of "25GB/s", "25 GB/s" or "900MB/s"; ConfigError if it is no rate."""
+    """Return the bytes per second of "25GB/s", "25 GB/s" or "900MB/s"; ConfigError for anything else."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG])B/s\s*", text, re.IGNORECASE)
     rate = float(found[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()] if found else 0.0
     if rate <= 0:
-        raise ConfigError(f'{text} is no rate of a link; write it as "25GB/s".')
+        raise ConfigError(f'{text} is not a rate; write it as "25GB/s".')
     return rate

@@ -21,25 +21,25 @@ from vllm_dymoe.quantize.model_config import (
 )
 
 ITEM = 2  # bytes of a weight outside of experts
-_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # of what config.json may say
+_LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # upper bounds of sizes in config.json
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides bytes and time."""
+    """The sizes that determine bytes and time."""
 
     layers: int
     moe_layers: int
-    experts: int  # of each of the `moe_layers`
+    experts: int  # in each of the `moe_layers`
     top_k: int
     hidden: int
     intermediate: int  # width of an expert
     attention_weights: int  # of one layer
-    token_weights: int  # outside of experts, that each token is multiplied with, the output head included
+    token_weights: int  # weights outside of experts that each token is multiplied with, the output head included
     dense_weights: int  # those, and the embedding
     attention_width: int  # of a token's queries, keys and values together
-    kv_bytes: int  # of KV cache that a token takes in all layers, at 16 bits
-    kv_heads: int  # parts into which ranks can cut it
+    kv_bytes: int  # bytes of KV cache per token in all layers, at 16 bits
+    kv_heads: int  # number of parts into which ranks can split the KV cache
     vocabulary: int  # logits of a token
     longest: int  # max_position_embeddings
 
@@ -61,7 +61,7 @@ class ModelShape:
         return (self.token_weights - tied * self.vocabulary * self.hidden) * (16 - bits) // 8
 
     def token_bytes(self, expert_bytes: float) -> float:
-        """Bytes of device memory that a decode step of one request reads."""
+        """Return the bytes of device memory that a decode step of one request reads."""
         return self.token_weights * ITEM + self.moe_layers * self.top_k * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
@@ -89,7 +89,7 @@ def config_folder(model: str) -> Path:
         except Exception as error:
             raise ConfigError(
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
-                "a folder that has it."
+                "a folder that contains it."
             ) from error
     return folder
 
@@ -106,7 +106,7 @@ def _fetch_config(model: str) -> Path:
 
 
 def shape_of(config: dict[str, Any], where: str) -> ModelShape:
-    """From what config.json says; ConfigError if a size is missing."""
+    """Return the sizes that a config.json gives; ConfigError if one is missing."""
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -115,17 +115,17 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
                 value = value[0]  # Ernie-4.5 has one for each modality
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 if value > _LARGEST:
-                    raise ConfigError(f"{where} says {name} is {value}, which no model has; download it again.")
+                    raise ConfigError(f"{where} sets {name} to {value}, which is not plausible; download it again.")
                 return value
         if default is None:
-            raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not one of a Mixture-of-Experts model.")
+            raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not a Mixture-of-Experts model's.")
         return default
 
     layers, hidden, experts, intermediate = (
         size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
     )  # fmt: skip
     if layers > _MOST_LAYERS:
-        raise ConfigError(f"{where} says that there are {layers} layers, which no model has; download it again.")
+        raise ConfigError(f"{where} sets {layers} layers, which is not plausible; download it again.")
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
     moe = sum(is_moe(config, layer) for layer in range(layers))
     shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
@@ -147,7 +147,10 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
 
 
 def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, int, int]:
-    """Weights of a layer, width of queries, keys and values, and numbers that the KV cache keeps of a token."""
+    """Return three sizes of a layer.
+
+    They are the number of weights, the width of queries, keys and values, and the numbers per token in the KV cache.
+    """
     if latent := size("kv_lora_rank", default=0):  # MLA
         rope, nope, value = size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim")
         query, low = heads * (nope + rope), size("q_lora_rank", default=0)
@@ -172,5 +175,5 @@ def is_moe(config: dict[str, Any], layer: int) -> bool:
         return layer in chosen
     step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
     first = config.get("moe_layer_start_index") or 0
-    # Ernie-4.5-VL has one for each modality, of which any makes it a MoE layer.
+    # Ernie-4.5-VL has one for each modality; any of them makes it a MoE layer.
     return (layer + 1) % step == 0 and layer >= (min(first) if isinstance(first, list) else first)

@@ -1,8 +1,8 @@
-"""A model on several ranks: what one of them holds, reads and sends; every rank has a link of its own or a part of one.
+"""A model on several ranks: what each rank holds, reads and sends; every rank has its own link or a share of one.
 
-Of ``n`` ranks that share out the experts a rank has E/n, of which a token of any engine uses k/n. Engines gather each
-other's rows in front of the experts and add up behind them; ranks of tensor parallelism add up behind attention and
-behind the experts, in a ring (2 (tp - 1) / tp of the rows). Both share the link with the experts that are fetched.
+If ``n`` ranks share the experts, a rank has E/n of them and a token uses k/n of them there. Data-parallel engines
+gather each other's rows before the experts and add up after them; tensor-parallel ranks add up after attention and
+after the experts, in a ring (2 (tp - 1) / tp of the rows). Both share the link with the experts that are fetched.
 """
 
 from dataclasses import dataclass, replace
@@ -15,30 +15,30 @@ from vllm_dymoe.plan.choice import Choice
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.model import ITEM, ModelShape
 
-_ROUTED = 8  # bytes of an expert's number and weight, which travel with a row
+_ROUTED = 8  # bytes of an expert's number and weight, which are sent with a row
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a model is spread: vLLM's sizes, and how ranks are connected."""
+    """How a model is distributed: vLLM's parallel sizes, and how ranks are connected."""
 
     tp: int = 1
     dp: int = 1
     pp: int = 1
-    ep: bool = False  # ranks of tp and dp share out whole experts
+    ep: bool = False  # ranks of tp and dp share whole experts
     nodes: int = 1
-    per_switch: int = 1  # cards that share one link to the host
+    per_switch: int = 1  # number of cards that share one link to the host
     network: float = 0.0  # bytes per second between a node and the others
 
     def check(self) -> None:
-        """ConfigError for what is refused at start, or cannot be planned."""
+        """Raise ConfigError for settings that a start refuses, or that cannot be planned."""
         self._check_sizes()
         if self.nodes > 1 and not self.network:
-            raise ConfigError("say how fast a node reaches the others: --network 12GB/s.")
+            raise ConfigError("set the rate between nodes: --network 12GB/s.")
 
     def _check_sizes(self) -> None:
         if self.dp > 1 and self.pp > 1:
-            raise ConfigError("data parallelism does not go with stages of a pipeline; leave --pp out.")
+            raise ConfigError("data parallelism does not support pipeline stages; leave --pp out.")
         if self.count % self.nodes:
             raise ConfigError(f"{self.count} ranks cannot be spread evenly over {self.nodes} nodes; change --nodes.")
 
@@ -48,16 +48,16 @@ class Ranks:
 
     @property
     def experts_over(self) -> int:
-        """Ranks that share out the experts of a layer."""
+        """Number of ranks that share the experts of a layer."""
         return self.tp * self.dp if self.ep else 1
 
     @property
     def meets(self) -> bool:
-        """Tokens of several engines meet at the experts."""
+        """Whether engines exchange tokens before the experts."""
         return self.ep and self.dp > 1
 
     def shape(self, model: ModelShape) -> ModelShape:
-        """What one rank has of a model: the largest part, where it is not even."""
+        """Return a model with the sizes of one rank: the largest part, if parts differ."""
         tp, whole = self.tp, self.ep or self.tp == 1
         return replace(
             model,
@@ -74,12 +74,14 @@ class Ranks:
         )
 
     def device(self, card: Device) -> Device:
-        """A card as one rank has it."""
+        """Return a card with the memory and link that one rank has."""
         return replace(card, link=card.link / self.per_switch, decides=card.decides and not self.meets)
 
     def sent(self, model: ModelShape, tokens: int) -> tuple[float, float]:
-        """Bytes that a rank receives and sends in a step of so many tokens of each engine: within its node, and from
-        other nodes."""
+        """Return the bytes that a rank receives and sends in a step: within its node, and from other nodes.
+
+        ``tokens`` is the number of tokens of each engine.
+        """
         row, near, far = model.hidden * ITEM, 0.0, 0.0
         if self.meets:
             there = max(1, self.dp // self.nodes)  # engines of a node
@@ -93,13 +95,13 @@ class Ranks:
         return near, far
 
     def seconds(self, model: ModelShape, card: Device, tokens: int) -> float:
-        """Time of those bytes, beside which no experts come."""
+        """Return the seconds of those transfers, during which no experts are fetched."""
         near, far = self.sent(model, tokens)
         each = self.network * self.nodes / self.count  # ranks of a node share its network
         return near / self.device(card).link + (far / each if far else 0.0)
 
     def whole(self, row: Choice, model: ModelShape, card: Device, batch: int, prompt: int) -> Choice:
-        """What was planned for one rank, with what a token waits for: every stage, and the other ranks."""
+        """Return what was planned for one rank plus the time that a token waits for all stages and the other ranks."""
         return replace(
             row,
             tpot=self.pp * row.tpot + self.seconds(model, card, batch),
@@ -112,17 +114,19 @@ class Ranks:
 
     @property
     def arguments(self) -> str:
-        """Of ``vllm serve``."""
+        """Arguments for ``vllm serve``."""
         said = [f" --{name.replace('_', '-')} {size}" for name, size in self._sizes().items()]
         return "".join(said) + " --enable-expert-parallel" * self.ep
 
     def for_engines(self) -> dict[str, Any]:
-        """Arguments of vLLM's ``LLM``, which starts ranks on other machines through Ray; ConfigError for what is
-        refused or cannot be started from here."""
+        """Return arguments for vLLM's ``LLM``, which starts ranks on other machines through Ray.
+
+        ConfigError for settings that are refused or cannot be started from here.
+        """
         self._check_sizes()
         if self.nodes > 1 and self.dp > 1:
             raise ConfigError(
-                "the engines of data parallelism are started on this machine; leave --nodes out, or serve on all nodes "
+                "bench starts data-parallel engines on this machine only; leave --nodes out, or serve on all nodes "
                 "and measure with `vllm bench serve`."
             )
         given: dict[str, Any] = self._sizes() | ({"enable_expert_parallel": True} if self.ep else {})

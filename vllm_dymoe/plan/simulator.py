@@ -1,21 +1,20 @@
-"""A simulator of schedules: what serving a recorded routing costs on a device, from the real planner and policies.
+"""A simulator of schedules: the time to serve a recorded routing on a device, with the real planner and policies.
 
 The table, the rule, precisions, predictors, paces and high sets are those that serve. Only time is computed: copies,
 kernels, CPU execution, the host's work and questions to predictors are charged to five timelines,
 
-    host    | plan a layer .. start its copies .. ask a predictor | ...
+    host    | plan a layer .. start its copies .. predict | ...
     disk    | experts that host memory has no room for | ...
-    link    | demands, projection by projection | what was predicted | moves between versions | ...
-    compute | attention | experts that are there | others as they arrive | ...
+    link    | demands, projection by projection | predicted experts | moves between versions | ...
+    compute | attention | resident experts | others as they arrive | ...
     cpu     | experts that the CPU executes | ...
 
-and a layer ends when its last expert does. Everything is the same on every machine.
+and a layer ends when its last expert does. The result is the same on every machine.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,15 +55,18 @@ def _sharing(formats: Mapping[int, ExpertFormat], options: Options, device: Devi
 
 @dataclass(frozen=True)
 class Step:
-    """One step: tokens of a trace, in the order in which requests have them."""
+    """One step: tokens of a trace, in the order of their requests."""
 
     tokens: Ints  # int64 [tokens], numbers in the trace
     phase: Phase
-    requests: tuple[int, ...]  # whose tokens they are
+    requests: tuple[int, ...]  # requests to which the tokens belong
 
 
 def sessions(trace: Trace, batch: int = 1, requests: Sequence[int] | None = None) -> Iterator[Step]:
-    """Serve requests ``batch`` at a time: each one's prompt in a step of its own, then a token of each in a step."""
+    """Yield steps that serve requests ``batch`` at a time.
+
+    Each request's prompt is a step of its own; then each step has one token of each request.
+    """
     by_request = [tokens.numpy() for tokens in trace.by_request()]
     chosen = [number for number in (requests or range(len(by_request))) if len(by_request[number])]
     prefill = trace.prefill.numpy()
@@ -84,11 +86,11 @@ def sessions(trace: Trace, batch: int = 1, requests: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that time follows from; routers are the trace's, whose layers all have experts."""
+    """Sizes that determine time; routing comes from the trace, all of whose layers have experts."""
 
-    experts: ModelExperts  # the trace's layers and experts, with the sizes of the model that is played
-    attention: int  # bytes of weights beside experts, for each layer
-    head: int = 0  # bytes of weights behind the last layer
+    experts: ModelExperts  # the trace's layers and experts, with the sizes of the simulated model
+    attention: int  # bytes of each layer's weights outside of experts
+    head: int = 0  # bytes of weights after the last layer
     bits: int = 16  # of each of those weights
 
 
@@ -98,27 +100,30 @@ class Result:
 
     seconds: list[float] = field(default_factory=list)  # of each step
     steps: list[Step] = field(default_factory=list)
-    active: int = 0  # experts that steps needed
-    hits: int = 0  # of them, those that were there
+    active: int = 0  # number of experts that steps needed
+    hits: int = 0  # number of those that were resident
     moved: float = 0.0  # bytes over the link
     fetched: int = 0  # slices that steps fetched, in decode and in prompts
-    asked: int = 0  # questions to a predictor
-    needed: int = 0  # experts of layers that a predictor was asked about
+    asked: int = 0  # number of predictions
+    needed: int = 0  # needed experts of layers with a prediction
     predicted: int = 0
     correct: int = 0
-    whole: int = 0  # layers all of whose experts were named
-    some: int = 0  # layers of which one at least was
-    decided: int = 0  # layers that were asked about
-    high: int = 0  # choices of routers that were served high
+    whole: int = 0  # layers all of whose experts were predicted
+    some: int = 0  # layers with at least one correct prediction
+    decided: int = 0  # layers with a prediction
+    high: int = 0  # routers' choices that were served high
     choices: int = 0
-    peak: int = 0  # bytes of device memory: weights beside experts, slots and predictor
+    peak: int = 0  # bytes of device memory: weights outside of experts, slots and predictor
 
     def of(self, phase: Phase) -> NDArray[np.float64]:
-        """Seconds of the steps of a phase: of prompts, time to first token."""
+        """Return the seconds of a phase's steps; for prompts this is the time to the first token."""
         return np.array([s for s, step in zip(self.seconds, self.steps, strict=True) if step.phase is phase])
 
     def end_to_end(self) -> dict[int, float]:
-        """Seconds of each request, from its prompt to its last token; others' prompts in between count."""
+        """Return the seconds of each request from its prompt to its last token.
+
+        They include others' prompts in between.
+        """
         found: dict[int, float] = {}
         for seconds, step in zip(self.seconds, self.steps, strict=True):
             for number in step.requests:
@@ -126,7 +131,7 @@ class Result:
         return found
 
     def summary(self) -> dict[str, float]:
-        """Means and percentiles, in milliseconds."""
+        """Return means and percentiles, in milliseconds."""
         decode, prompts = 1e3 * self.of(Phase.DECODE), 1e3 * self.of(Phase.PREFILL)
         tokens = sum(len(step.tokens) for step in self.steps if step.phase is Phase.DECODE)
         found = {"hits": self.hits / max(1, self.active), "moved": self.moved, "peak": float(self.peak)}
@@ -167,13 +172,13 @@ def run_ranks(simulators: Sequence["Simulator"], steps: Iterable[Step], *, measu
 
 @dataclass
 class _Copy:
-    """Slices of one expert on their way, in projections."""
+    """Slices of one expert in transfer, counted in projections."""
 
     expert: int
-    code: int  # LOW or HIGH: of which slice, or version
+    code: int  # LOW or HIGH, the slice or version
     nbytes: float
     left: int  # projections that have not begun
-    arrivals: list[float] = field(default_factory=list)  # of each projection
+    arrivals: list[float] = field(default_factory=list)  # arrival of each projection
     issued: float = 0.0
     spent: float = 0.0  # seconds of the link
 
@@ -204,10 +209,11 @@ class Simulator:
         if all(list(of) == [self._each] * layers for of in quotas.values()):  # filled at start
             self.table.precision[:] = HIGH if HIGH in quotas else LOW
         self.table.reuse_high[:] = policy.precision.reuses_high
+        self.table.evicts[:], self.table.admits[:] = policy.residency.evicts, policy.residency.migrating is None
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
         self._whole = {code: formats[width].whole_nbytes if width else 0 for code, width in whole.items()}
-        self._weights = 3 * formats[options.high].hidden * formats[options.high].intermediate  # of an expert
+        self._weights = 3 * formats[options.high].hidden * formats[options.high].intermediate  # weights of an expert
         staging = plan.staging.get(Precision.HIGH, 0) or min(plan.staging.values(), default=0)
         self._staging = plan.slots.get(Precision.HIGH, 0) if not policy.residency.keeps else staging
         self.result = Result(peak=int(layers * model.attention + model.head + plan.limit))
@@ -230,7 +236,7 @@ class Simulator:
         self.tell(trace)
 
     def tell(self, trace: Trace) -> None:
-        """Go on with another trace of the same model; slots and what was learnt stay."""
+        """Continue with another trace of the same model; slots and learnt state stay."""
         own = trace.experts.int() - self._first_expert
         self.trace, self._gates = trace, trace.weights.float()
         self._ids = torch.where((own >= 0) & (own < self._each), own, -1)
@@ -239,7 +245,7 @@ class Simulator:
     # -- steps ------------------------------------------------------------------------------------
 
     def run(self, steps: Iterable[Step], *, measured: bool = True) -> Result:
-        """Serve steps; if they only warm up, nothing of them is in the result."""
+        """Serve steps and return the result, which is empty for warm-up steps (``measured`` False)."""
         return run_ranks([self], steps, measured=measured)[0]
 
     def _begin(self, step: Step) -> None:
@@ -289,8 +295,7 @@ class Simulator:
         executes = bool(table.cpu_costs.any()) and not (
             graph and tokens > SMALL_BATCH_ROWS
         )  # such a step may fetch all
-        how: dict[str, Any] = {"evicts": self.policy.residency.evicts, "admits": self._moves is None}
-        places = table.begin_step(layer, active, codes, rows if executes else None, **how)
+        places = table.begin_step(layer, active, codes, rows if executes else None)
         before = table.precision[layer].copy()
         if self._moves is None:
             table.keep(layer, active, codes, places)
@@ -339,7 +344,7 @@ class Simulator:
         self, active: Ints, codes: NDArray[np.int8], places: Ints, ahead: dict[int, list[_Copy]], decided: float,
         *, graph: bool,
     ) -> list[_Copy]:  # fmt: skip
-        """Copies that a layer waits for, those first that were fetched ahead; their projections are not enqueued."""
+        """Return the copies that a layer waits for, prefetched ones first; their projections are not enqueued."""
         found = [copy for copies in ahead.values() for copy in copies]
         have = {(copy.expert, copy.code) for copy in found}
         each = self.costs.graph_miss if graph else self.costs.host_miss
@@ -385,7 +390,7 @@ class Simulator:
                 copy.issued = self._disk
 
     def _compute(self, done: float, copies: list[_Copy], work: dict[int, float], streamed: set[int]) -> list[float]:
-        """Bring what is missing and compute it as it arrives; when each expert ends."""
+        """Fetch misses and compute them as they arrive; return the end time of each expert."""
         ends: list[float] = []
         residency, staged = self.policy.residency, deque[float]()
         slots = max(1, self._staging)
@@ -395,7 +400,7 @@ class Simulator:
         for expert, parts in by_expert.items():
             free = 0.0
             if expert in streamed and len(staged) >= slots:
-                free = staged.popleft()  # its slot's last reader
+                free = staged.popleft()  # when its slot was last read
             if not residency.overlaps:
                 free = max(free, done)
             for copy in parts:
@@ -412,7 +417,7 @@ class Simulator:
         return ends
 
     def _carry(self, copy: _Copy, projections: int, earliest: float, until: float = float("inf")) -> None:
-        """Let the link work for a copy, which began before ``until``."""
+        """Charge a copy's projections that begin before ``until`` to the link."""
         each = copy.nbytes / _PARTS / self.device.link
         for _ in range(projections):
             begin = max(self._link, earliest)
@@ -425,7 +430,7 @@ class Simulator:
             self.result.moved += copy.nbytes / _PARTS
 
     def _claim(self, layer: int, decided: float, missing: set[int], phase: Phase) -> dict[int, list[_Copy]]:
-        """What was fetched ahead up to now for the experts of a layer that are missing; the rest is given up."""
+        """Return what was prefetched up to now for a layer's misses; the rest is given up."""
         found: dict[int, list[_Copy]] = {}
         pace, part = self._paces[phase], self._ahead_part
         for copy in self._ahead:
@@ -459,7 +464,7 @@ class Simulator:
         self._named = None
 
     def _ask(self, layer: int, phase: Phase, host: float, ends: list[float]) -> None:
-        """Ask what the next layer will want, for as long as it takes, and begin to fetch it."""
+        """Charge a prediction for the next layer, and start to fetch its experts."""
         assert self.predictor is not None
         prefetch, pace = self.policy.prefetch, self._paces[phase]
         assert prefetch is not None
@@ -492,7 +497,7 @@ class Simulator:
 
 
 class _Moves:
-    """The high set of a policy that moves versions between steps, as ``cache.migration`` has it."""
+    """The high set of a policy that moves versions between steps, as in ``cache.migration``."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._sim, table = simulator, simulator.table
@@ -515,7 +520,7 @@ class _Moves:
         self._seen += int(rows.sum())
 
     def proceed(self, now: float) -> None:
-        """Let an idle link work for moves until now, at most its share of the time."""
+        """Use an idle link for moves until now, up to its share of the time."""
         sim, share = self._sim, self._migrating.link_share
         for _, copy in self._flying:
             if copy.left and self._busy <= share * (now - self._began):
@@ -524,7 +529,7 @@ class _Moves:
                 self._busy += copy.spent - before
 
     def turn(self) -> None:
-        """Publish what has arrived, end a window, and begin moves."""
+        """Publish moves that have arrived, end a window, and begin moves."""
         sim, table, migrating, now = self._sim, self._sim.table, self._migrating, self._sim.now
         for swap, copy in list(self._flying):
             if not copy.left and copy.arrivals[-1] <= now:
@@ -554,5 +559,5 @@ class _Moves:
                 continue  # outdated
             nbytes = float(sim._nbytes[HIGH]) + (0.0 if sim._nested else float(sim._nbytes[LOW]))
             if swap.down is not None and sim._nested:
-                table.precision[swap.down] = LOW  # its slot is written
+                table.precision[swap.down] = LOW  # its slot is overwritten
             self._flying.append((swap, _Copy(swap.up[1], HIGH, nbytes, _PARTS, issued=now)))

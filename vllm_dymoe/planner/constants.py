@@ -4,24 +4,24 @@ from enum import IntEnum
 
 
 class Action(IntEnum):
-    """What a step does about a slice's bytes."""
+    """What a step does with a slice's bytes."""
 
-    HIT = 0  # they are in a slot
+    HIT = 0  # use them from a slot
     ADMIT = 1  # fetch them into a slot of the layer, and keep them
-    STREAM = 2  # fetch them for this step alone
+    STREAM = 2  # fetch them for this step only
     CPU = 3  # leave them in host memory; the CPU executes the expert
-    SKIP = 4  # compute nothing; in recorded actions only
+    SKIP = 4  # compute nothing; used in recorded actions only
 
 
 class Eviction(IntEnum):
-    """Which of a layer's experts leaves first."""
+    """Which of a layer's experts is evicted first."""
 
-    FIRST_IN = 0  # the one that came first; its score is the step in which it came
+    FIRST_IN = 0  # the one that came first: all scores are equal, and its last use is the step in which it came
     COLDEST = 1  # the one with the lowest score
-    LEAST_RECENT = 2  # the one whose last use is longest ago (LRU): scores forget all but the running step
+    LEAST_RECENT = 2  # the one not used for the longest time (LRU): scores forget everything before the running step
 
 
-SMALL_BATCH_ROWS = 16  # most rows of a small batch; from 17 on tensor cores make a large batch worth it
+SMALL_BATCH_ROWS = 16  # most rows of a small batch; from 17 rows on tensor cores make a large batch faster
 
 LOW_VERSION = 8  # added to a recorded action if the expert was computed in its low version
 
@@ -35,31 +35,31 @@ class Cost(IntEnum):
     MOST_ROWS = 3  # most rows (not ns) of an expert that the CPU executes
 
 
-NEVER_FETCHED = 1 << 40  # Cost.LINK of versions that are always executed on the CPU
+NEVER_FETCHED = 1 << 40  # Cost.LINK of versions that the CPU always executes
 
 
-POSITIONS_AT_ONCE = 2  # positions of an expert that are computed each time a weight is read
+POSITIONS_AT_ONCE = 2  # positions of an expert that are computed for each read of a weight
 
 WEIGHT_UNIT = 1 << 40
-"""Routing weights are summed as integers, in units of 1 / WEIGHT_UNIT.
+"""Number of units in a routing weight of 1; weights are summed as integers.
 
-Every float32 from 2 ** -16 on is a multiple of that unit. Sums of 256 weights below 2 ** 15 stay below 2 ** 63. Each
-pair that counts adds one more unit, so a sum of 0 means that no pair counted.
+Every float32 from 2 ** -16 on is a multiple of a unit. Sums of 256 weights below 2 ** 15 stay below 2 ** 63. Each pair
+that counts adds one more unit, so a sum of 0 means that no pair counted.
 """
 
-MOST_WEIGHT = 1 << 15  # routing weights from here on, infinite ones and NaN count in no statistic
+MOST_WEIGHT = 1 << 15  # larger routing weights, infinite ones and NaN are left out of statistics
 
-AGING = 4  # a score loses a share of 2 ** -AGING in each step, so it remembers about 16 steps
-USE = 1 << 16  # score of one use; scores stay below USE << AGING
+AGING = 4  # each step subtracts a share of 2 ** -AGING from a score, so it remembers about 16 steps
+USE = 1 << 16  # what one use adds to a score; scores stay below USE << AGING
 
 
-MOST_EXPERTS = 512  # of a layer, for a GPU planner: one program holds them in one vector
+MOST_EXPERTS = 512  # most experts of a layer for a GPU planner, whose single program holds them in one vector
 
 
 def check_experts(experts: int) -> None:
-    """ValueError if a layer has more experts than a GPU planner can hold."""
+    """Raise ValueError if a layer has more experts than a GPU planner can hold."""
     if experts > MOST_EXPERTS:
-        raise ValueError(f"a layer has {experts} experts, but a device decides for at most {MOST_EXPERTS}")
+        raise ValueError(f"a layer has {experts} experts, but device-side planning supports at most {MOST_EXPERTS}")
 
 
 def experts_width(experts: int) -> int:

@@ -1,12 +1,12 @@
-"""Hotness of experts over long stretches of traffic, and the choice of those that are high (DynaExq 3.5).
+"""Hotness of experts over long stretches of traffic, and the choice of the high ones (DynaExq 3.5).
 
-Hotness is an exponential average over windows of time, in multiples of an even share: with a router that has no
-favourites every expert has hotness 1, whatever the model's size and the number of tokens. It counts either uses (as in
-the paper) or squared gates, the squares of an expert's shares of its tokens' routing weights: the error that a low
-version adds to an output is proportional to that share, so the squared error to its square.
+Hotness is an exponential average over windows of time, in multiples of an even share: if a router has no favourites,
+every expert has hotness 1, whatever the model's size and the number of tokens. It counts either uses (as in the paper)
+or squared gates, the squares of an expert's shares of its tokens' routing weights: the error that a low version adds to
+an output is proportional to that share, so the squared error is proportional to its square.
 
-A *margin* keeps the high set from oscillating: an expert replaces another only if it is hotter by more than that.
-Further damping (slack in ranks, windows that had to agree) kept the set from following traffic (benchmarks/LOG.md).
+A *margin* keeps the high set from oscillating: an expert replaces another only if it is hotter by more than the margin.
+Further damping (slack in ranks, agreement of several windows) kept the set from following traffic (benchmarks/LOG.md).
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Swap(NamedTuple):
 
     gain: float  # difference in hotness between the two
     up: Place  # the expert that becomes high
-    down: Place | None  # the expert that becomes low, perhaps of another layer; None if a place is free
+    down: Place | None  # the expert that becomes low, possibly of another layer; None if a place is free
 
 
 def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float) -> NDArray[np.float64]:
@@ -40,9 +40,10 @@ def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float
 
 
 def usable(weights: Tensor) -> Tensor:
-    """Return which routing weights count in statistics, as bools of the same shape.
+    """Return which routing weights count in statistics, bool with the shape of ``weights``.
 
-    NaN, infinite and absurdly large weights, which one request can cause, must not affect how later ones are served.
+    NaN, infinite and absurdly large weights, which one request can cause, must not affect how later requests are
+    served.
     """
     return weights.abs() < MOST_WEIGHT
 
@@ -50,10 +51,10 @@ def usable(weights: Tensor) -> Tensor:
 def squared_gates(weights: Tensor) -> Tensor:
     """Return each choice's squared share of its token's routing weights, int64 like ``weights`` [..., top_k].
 
-    The unit is 1 / GATE_UNIT. Integers, so that sums do not depend on the order of additions, and ranks agree on which
-    experts are hot. A token with an unusable weight gets zeros.
+    The unit is 1 / GATE_UNIT. Integer sums do not depend on the order of additions, so ranks agree on which experts are
+    hot. A token with an unusable weight gets zeros.
     """
-    exact = weights.double()  # so that the order of the sum does not matter
+    exact = weights.double()  # float64, so that the order of the sum does not matter
     share = exact / exact.sum(-1, keepdim=True).clamp(min=1e-9)
     share = share.where(usable(weights).all(-1, keepdim=True), 0.0)
     return (share * share * GATE_UNIT).long()
@@ -65,7 +66,7 @@ def even_shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def hottest(score: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return the top ``places`` of each layer, bool [layers, experts]; among equals the first win."""
+    """Return the ``places`` hottest experts of each layer, bool [layers, experts]; among equals the first win."""
     ranks = np.argsort(np.argsort(-score, axis=1, kind="stable"), axis=1, kind="stable")
     return ranks < places[:, None]
 

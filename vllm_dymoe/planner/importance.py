@@ -16,7 +16,7 @@ from vllm_dymoe.planner.routing import PromptTokens, Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow
 
-# Attention scores held at a time, in float32: 4 MiB.
+# Number of attention scores computed at a time, in float32: 4 MiB.
 _SCORES_AT_ONCE = 1 << 20
 
 
@@ -25,7 +25,7 @@ class Importance(NamedTuple):
 
     used: Ints  # int64 [n], the experts, ascending
     hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
-    sums: Ints  # int64 [n], sums of routing weights in 1 / WEIGHT_UNIT (Eq. 3); in prompts of heavy hitters alone
+    sums: Ints  # int64 [n], sums of routing weights in 1 / WEIGHT_UNIT (Eq. 3); in prompts only those of heavy hitters
     counted: NDArray[np.bool_]  # bool [n], whether any of its tokens has a usable weight
 
     def first(self, count: int) -> NDArray[np.bool_]:
@@ -71,8 +71,9 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
 
     Args:
         phases: importance for each phase.
-        thresholds: one per phase; experts above it are high, and it is updated. If empty, the most important are high.
-        critical: how many of a number of active experts are high, without thresholds.
+        thresholds: one per phase, updated here; experts above it are high. If empty, the most important experts are
+            high.
+        critical: returns how many of a number of active experts are high; used without thresholds.
 
     Experts without a usable weight do not count as active; they are high only if all others are.
     """
@@ -90,9 +91,9 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
 
 
 def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
-    """Return the high experts of a layer's step that this rank has, by its own numbers; see :func:`high_experts`.
+    """Return the high experts of a layer's step on this rank, by the rank's own numbers; see :func:`high_experts`.
 
-    Ranks that share out a layer's experts choose among all of them, so they agree on those that are high.
+    Ranks that share a layer's experts choose among all of them, so they agree on the high ones.
     """
     everywhere = routing.global_ids
     if everywhere is None:
@@ -103,9 +104,9 @@ def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callabl
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
-    """Set ``heavy``, bool [tokens], for the ``share`` of tokens with the most attention (T_imp of Eq. 2), rounded up.
+    """Set ``heavy`` for the ``share`` of tokens with the most attention (T_imp of Eq. 2), rounded up.
 
-    ``mass`` is float32 [tokens]; ``heavy`` must be all false.
+    ``mass`` is float32 [tokens]; ``heavy`` is bool [tokens] and must be all false.
     """
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
     heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
@@ -123,9 +124,9 @@ def attention_mass(
         query: [tokens, heads, dim], with positional encoding.
         key: [tokens, kv_heads, dim]; several heads may share one.
         scale: factor of the scores.
-        window: number of queries that are asked.
+        window: number of queries that are evaluated.
         reach: length of a sliding attention window in tokens; None for full attention.
-        at_once: scores in memory at a time; those of one key-value head at least.
+        at_once: number of scores in memory at a time, at least those of one key-value head.
     """
     tokens, heads, dim = query.shape
     kv_heads = key.shape[1]

@@ -5,12 +5,12 @@ active, so the link is the bottleneck. Misses are streamed in *groups*, which us
 turn: while one group is computed, the next is copied. The number of groups follows from sizes alone, so the host can
 enqueue all launches before anything is known; the device writes here which experts are in which group.
 
-    group 0      resident: hits, and what was copied ahead while the layer before was computed
-    group 1      admitted: what the layer keeps from now on
-    group 2 + p  streamed, half of the staging slots at a time; the group after the last is the next layer's
+  group 0      resident: hits, and what was copied ahead while the layer before was computed
+  group 1      admitted: what the layer keeps from now on
+  group 2 + p  streamed, half of the staging slots at a time; the group after the last is the next layer's
 
-Without streamed groups (in a CUDA graph, or with hardly any staging slots) admitted experts are copied before anything
-is computed, and streamed ones are read from host memory by the kernel that computes them.
+Without streamed groups (in a CUDA graph, or with hardly any staging slots), admitted experts are copied before anything
+is computed, and streamed experts are read from host memory by the kernel that computes them.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from vllm_dymoe.planner.table import Counter, Table
 RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first streamed one
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
 MOST_PARTS = 2  # most small steps that replace a large one; the CPU queue has memory for two steps per part
-_MEMORY = 8  # a device uses an expert 8 times as fast as the link brings it; its memory alone is 30 times as fast
+_MEMORY = 8  # cost of a resident expert: the link's time / 8 (memory bandwidth alone would be / 30)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LargeBatchShape:
     tokens: int  # rows, padding included
     top_k: int  # experts of a row
     experts: int  # of a layer
-    slices: int = 1  # 2 where low versions lie inside high ones
+    slices: int = 1  # 2 if low versions are nested
     half: int = 0  # staging slots of a streamed group
     streamed_groups: int = 0  # with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked
@@ -100,6 +100,7 @@ class LargeBatchWork:
 
     spans: Tensor  # int64 [copies, 3]: source address, destination address, bytes; 0 bytes for no copy
     ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
+    weights: Tensor  # float32 [tokens, top_k], as :attr:`~.plan.LayerPlan.weights`
     work: Tensor
     """int32 [groups, classes, any, 3]: an item, its first position and its last + 1. Unused entries are
     (`items`, 0, 0), without positions."""
@@ -111,13 +112,14 @@ class LargeBatchWork:
         return cls(
             torch.zeros(shape.spans(STREAMED + shape.streamed_groups).stop, 3, dtype=torch.int64, device=device),
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
+            torch.zeros(shape.tokens, shape.top_k, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
 
     def with_own_spans(self) -> Self:
-        """Return the same work with a list of copies of its own, for the layers of the other parity.
+        """Return the same work with its own list of copies, for layers of the other parity.
 
-        A layer's last copies are experts of the next layer: the copy stream may still read their list while the next
+        A layer's last copies bring experts of the next layer: the copy stream may still read their list while the next
         layer writes its own.
         """
         return replace(self, spans=torch.zeros_like(self.spans))
@@ -128,14 +130,15 @@ def small_batch_parts(
 ) -> int:
     """Return into how many small-batch steps to split a large one; 0 to keep it whole.
 
-    Small steps share their misses between link and CPU; a large one fetches all of them. The estimate compares times.
+    Small steps share their misses between link and CPU; a large one fetches all of them. The estimate compares their
+    times.
 
     Args:
         tokens: tokens of the step.
         most: most tokens of a small-batch step.
         top_k: experts of a token.
         experts: experts of the layer.
-        missing: share of the experts that are not kept.
+        missing: share of the experts that are not resident.
         costs: :attr:`Table.cpu_costs`, if every expert is wanted HIGH.
     """
     parts, (link, first, more, _) = -(-tokens // most), costs[HIGH].tolist()
@@ -153,11 +156,11 @@ def plan_large_batch(
 ) -> NDArray[np.int64]:  # fmt: skip
     """Write groups, copies and work lists of a planned step; return the group of each item, int64.
 
-    Experts with few positions come first, so that the decode kernels share little scratch. For the next layer, which is
-    not routed yet, experts that it does not keep are copied ahead into half of the staging slots.
+    Experts with few positions come first, so that the decode kernels need little scratch. Experts that the next layer
+    does not hold are copied ahead into half of the staging slots, before that layer is routed.
 
     Args:
-        table: on a CPU, like all other arguments. What was copied ahead for this layer is forgotten; ``staged`` and
+        table: on a CPU, like all other arguments. Experts copied ahead for this layer are forgotten; ``staged`` and
             ``staged_for`` of the next layer are rewritten.
         ids: int [tokens, top_k], for which the step was planned.
         plan: of the step; addresses, rows, pairs and positions of `work` are rewritten.
@@ -251,6 +254,7 @@ def _list_work(
                       for item in items for at in range(begins[item], begins[item] + sizes[item], step)]  # fmt: skip
             large.work[of_group, number, : len(pieces)] = torch.tensor(pieces, dtype=torch.int32).view(-1, 3)
     large.ids.copy_(torch.where(plan.computed > 0, ids, -1))
+    large.weights.copy_(plan.weights)
     begin_of = np.full(shape.experts + 1, -1)  # the last element is for id -1
     begin_of[plan.experts[:count].numpy()] = begins
     list_positions(begin_of[large.ids.flatten().numpy()], shape.top_k, plan)

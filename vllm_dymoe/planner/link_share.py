@@ -1,8 +1,8 @@
 """Holds the share of the time that steps wait for the link, by moving the thresholds above which they fetch.
 
-An integral controller: every EVERY steps the thresholds move by GAIN times the difference between the share of the time
-that was waited and the one that is allowed. They stay between 0, where everything is fetched, and MOST, above which no
-single token's expert lies, so that the controller never winds up.
+An integral controller: every EVERY steps the thresholds move by GAIN times the difference between the measured and the
+allowed share of waiting time. They stay between 0, where everything is fetched, and MOST, which no single token's
+expert exceeds, so the controller never winds up.
 """
 
 import time
@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 
 from vllm_dymoe.planner.rule import Ints
 
-EVERY = 8  # steps; ranks agree as often
-GAIN = 2.0  # even shares, for a difference of the whole time
+EVERY = 8  # steps between two moves; ranks exchange their times as often
+GAIN = 2.0  # even shares per share of time
 MOST = 16.0  # even shares
-_IDLE = 1.0  # seconds after which no step was running
+_IDLE = 1.0  # seconds between steps that count as idle, not as time of a step
 
 
 class LinkShare:
-    """Thresholds that rest by themselves (retention 0), int64 [2] each, and the share that steps may wait."""
+    """The thresholds and the allowed share of waiting.
+
+    Thresholds are int64 [2] each, for retention 0, so that nothing else moves them.
+    """
 
     def __init__(
         self, thresholds: Sequence[Ints], share: float, agree: Callable[[Sequence[int]], Sequence[int]] = list,
@@ -28,7 +31,7 @@ class LinkShare:
         self._time = self._waiting = 0.0
 
     def begin_step(self, waited: float) -> None:
-        """A step begins; so many seconds were waited so far, or since statistics were reset."""
+        """Begin a step, given the seconds waited so far, or since statistics were reset."""
         now = self._clock()
         elapsed, self._at = now - self._at, now
         new = waited - self._waited if waited >= self._waited else waited

@@ -1,8 +1,8 @@
-"""The plan of one layer's step: which experts are computed, on which rows, from which bytes, and what is kept.
+"""The plan of one layer's step: the experts to compute, their rows, bytes and precision, and what is kept.
 
-A planner returns it, and executors carry it out: nothing else passes between the two. Device-side planning has every
-column on the device, written by a GPU planner or its NumPy twin. A plan made on the host says which bytes are missing;
-it names their places as slots are filled, because a free slot is known only when its transfer starts.
+A planner writes it and executors carry it out; nothing else passes between the two. With device-side planning every
+column is on the device, written by a GPU planner or its NumPy twin. A plan made on the host says which bytes are
+missing, but gets their places only as slots are filled: a free slot is known when its transfer starts.
 """
 
 # ruff: noqa: RUF009
@@ -23,7 +23,7 @@ from vllm_dymoe.planner.rule import CPU, FREE, HIGH, HIT, LOW, STREAM, Ints
 from vllm_dymoe.planner.table import PRECISIONS
 
 _NONE = torch.empty(0, dtype=torch.int32)
-_ACTIONS = np.zeros(-CPU, np.int8)  # of a slice, by its place, which is negative
+_ACTIONS = np.zeros(-CPU, np.int8)  # action of a slice, by its place, which is negative
 _ACTIONS[[CPU, HIT, STREAM, FREE]] = Action.CPU, Action.HIT, Action.STREAM, Action.ADMIT
 
 
@@ -42,24 +42,26 @@ def _column(*shape: str | int, dtype: torch.dtype = torch.int32) -> Any:
 
 @dataclass(eq=False)
 class LayerPlan:
-    """What a layer's step does: one item for each expert that is computed.
+    """What a layer's step does: one item for each computed expert.
 
-    With device-side planning all layers use one plan in turn, and its items are in ascending order of experts. Rows
-    after the last item are empty: expert and slot -1, everything else 0.
+    With device-side planning all layers use one plan in turn. Its items are in ascending order of experts; rows after
+    the last item are empty: expert and slot -1, everything else 0.
 
-    Made on the host (:meth:`on_host`), a plan has exactly its items: `experts`, `precisions` and `action` are NumPy
-    arrays, `rows` and `pairs` int64, and `victims`, `views` and `bounds` take the place of the other columns.
+    A plan made on the host (:meth:`on_host`) has exactly its items: `experts`, `precisions` and `action` are NumPy
+    arrays, `rows` and `pairs` are int64, and `victims`, `views` and `bounds` replace the other columns.
     """
 
     experts: Any = _column("items")
     work: Tensor = _column("items and one", 3)
-    """The item's number, its first position and its last + 1; an item that the CPU executes has no positions here. The
-    last row, (-1, 0, tokens), asks for zeros for tokens without a computed pair."""
+    """The item's number, its first position and its last + 1; items that the CPU executes have no positions here. The
+    last row, (-1, 0, tokens), asks for zeros for tokens without a computed pair.
+    """
     rows: Tensor = _column("positions")  # row of the input of each (token, expert) pair, by item
     pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
     count: Tensor = _column(1)  # number of items
     precisions: Any = _column("items")
-    """LOW or HIGH, the version that is computed; on the host the version that is wanted, since a better one may serve.
+    """LOW or HIGH, the version that is computed; with host-side planning the version that is wanted, since a better one
+    may serve.
     """
     slots: Tensor = _column("slices", "items")
     """Slot in the pool of the precision, or of the slice, where the bytes are or are copied to; -1 for none."""
@@ -69,8 +71,10 @@ class LayerPlan:
     """Source addresses of gate, up and down; 0 if the slice is not computed."""
     destinations: Tensor = _column("slices", "items", 3, dtype=torch.int64)
     """Addresses to which the bytes are copied as well; 0 for none."""
-    computed: Tensor = _column("tokens", "top_k")  # 1 for computed pairs, 2 for those of the CPU
-    scratch: Tensor = _column("scratch")  # for the GPU planner
+    computed: Tensor = _column("tokens", "top_k")  # 1 for pairs computed by the device, 2 for those of the CPU, else 0
+    weights: Tensor = _column("tokens", "top_k", dtype=torch.float32)
+    """Of each pair's output; those of a token's skipped experts may have gone to its others. 0 for rows of padding."""
+    scratch: Tensor = _column("scratch")  # memory of the GPU planner
     victims: Any = None  # int64 [slices, items], the expert that an admitted item evicts; -1 for a free slot
     views: list[PackedExpert | None] = field(default_factory=list)  # each item's bytes; None until they have a place
     bounds: list[int] = field(default_factory=list)  # as in Grouped, by item
@@ -79,7 +83,7 @@ class LayerPlan:
     def allocate(
         cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1, scratch: int = 0
     ) -> Self:
-        """Allocate for up to ``tokens`` rows, padding included; ``scratch`` is given for large batches."""
+        """Allocate for up to ``tokens`` rows, padding included; ``scratch`` is needed for large batches."""
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k) + (scratch > 0)) | {"slices": slices}
         sizes["scratch"] = scratch or scratch_size(tokens, top_k, experts)
         made: dict[str, Any] = {}
@@ -109,14 +113,14 @@ class LayerPlan:
 
     @classmethod
     def of_experts(cls, grouped: Grouped, views: Sequence[PackedExpert | None] = ()) -> Self:
-        """Return the plan of a step that computes all of its experts high, without a planner; ``views`` by item."""
+        """Return a plan that computes all experts of a step high, made without a planner; ``views`` by item."""
         n = len(grouped.experts)
         plan = cls.on_host(grouped, np.array(grouped.experts), np.full(n, HIGH, np.int8), np.full((1, n), HIT))
         plan.views[: len(views)] = views
         return plan
 
     def select(self, items: Sequence[int]) -> Self:
-        """Return the part of a host-planned step that computes some items, in the order given."""
+        """Return the part of a host-made plan with some of its items, in the given order."""
         if list(items) == list(range(len(self.bounds) - 1)):
             return self
         bounds, (rows, pairs) = _some(self.bounds, items, self.rows, self.pairs)
@@ -126,16 +130,16 @@ class LayerPlan:
 
     @property
     def wanted(self) -> dict[int, Precision]:
-        """Return the precision of each expert of a host-planned step, in the order of the items."""
+        """Return the precision of each expert of a host-made plan, in the order of items."""
         return dict(zip(self.experts.tolist(), map(PRECISIONS.__getitem__, self.precisions.tolist()), strict=True))
 
     @property
     def on_cpu(self) -> list[int]:
-        """Return the items of a host-planned step that the CPU executes."""
+        """Return the items of a host-made plan that the CPU executes."""
         return (self.action == Action.CPU).any(0).nonzero()[0].tolist()
 
     def place(self, item: int, expert: PackedExpert) -> None:
-        """Set where an item's bytes are, or will be when it is computed; once per item."""
+        """Set where an item's bytes are, or will be when it is computed; called once per item."""
         self.views[item] = expert
 
     def actions(self, ids: Tensor, experts: int) -> Tensor:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """High, low or skipped; the options say how many bits each one has."""
+    """The precision of an expert in one step; options say how many bits high and low have."""
 
     HIGH = "high"
     LOW = "low"

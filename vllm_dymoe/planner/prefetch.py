@@ -1,19 +1,20 @@
 """Prefetch with device-side planning, with NumPy: the plain twin of ``kernels/triton/prefetch.py``, bit for bit.
 
-After a layer of a small-batch step was computed the link is idle until the next layer has been routed. Meanwhile
+After a layer of a small-batch step was computed, the link is idle until the next layer has been routed. Meanwhile
 predicted experts of the next layer are copied into staging slots:
 
-    compute stream | plan L | compute L |   attention, router   | plan L+1 | compute L+1 | ...
-    branch                  | predict   | list | copies for L+1 | stops
+  compute stream | plan L | compute L |   attention, router   | plan L+1 | compute L+1 | ...
+  branch                  | predict   | list | copies for L+1 | stops
 
-``Table.predicted`` names the experts. The list is made before the next layer is planned. What has arrived by then is a
-hit on a staging slot; copies stop when the plan begins, so that a demand does not wait for a prediction. An expert that
-has not arrived is an ordinary miss.
+``Table.predicted`` names the experts. The list is made before the next layer is planned. Experts that have arrived by
+then are hits in staging slots. Copies stop when the plan begins, so that no demand waits for a prediction; an expert
+that has not arrived is an ordinary miss.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +26,7 @@ from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import bytes_ahead, slot_address
 from vllm_dymoe.planner.table import Table
 
+_NONE: Mapping[int, int] = MappingProxyType({})
 NAMED, UNITS, MOST_SCORE = 1 << 40, 1 << 30, 4
 """Of a tally: what a token adds for an expert that it would choose, the units of its score, and the largest score."""
 
@@ -47,7 +49,7 @@ class PrefetchList:
     """The copies of one layer's predicted experts, in the order in which they are made; what predictions were worth."""
 
     copies: Tensor  # int64 [any, 4]: source address, destination address, bytes, place in ``Table.staged``
-    count: Tensor  # int32 [1], how many there are
+    count: Tensor  # int32 [1], number of copies
     arrivals: Tensor  # int32 [any], scratch: programs that have made their part of a copy
     held: Tensor  # int32 [2, experts], 1 for experts of an even and an odd layer that it held when its list was made
     counts: Tensor  # int64 [layers, PredictionCount], since the start
@@ -149,8 +151,8 @@ def list_predicted(
     Args:
         table: on a CPU, like all other arguments.
         layer: the next one to be planned.
-        rows: int32 [1], number of real tokens; without any nothing is listed.
-        projections: how many of an expert are copied, gate first.
+        rows: int32 [1], number of real tokens; if 0, nothing is listed.
+        projections: how many projections of an expert are copied, gate first.
         out: overwritten.
         look_ahead: 1, or 2 to list copies for the layer after the next one behind those for the next.
     """
@@ -208,11 +210,14 @@ def publish(table: Table, place: int, projections: int) -> None:
 
 
 def prefetch_slots(staging: int) -> int:
-    """Return how many of so many staging slots predictions may fill; the others are for experts of several tokens."""
+    """Return how many of ``staging`` slots predictions may fill; the others are for experts of several tokens."""
     return staging - staging // 4
 
 
-def set_prefetch(table: Table, staging: Mapping[int, int]) -> None:
-    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any."""
-    slots = [prefetch_slots(staging.get(code, 0)) for code in (ABSENT, LOW, HIGH)]
+def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int] = _NONE) -> None:
+    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any.
+
+    Those that are ``spare`` belong to others, and no step streams through them either.
+    """
+    slots = [spare.get(code, prefetch_slots(staging.get(code, 0))) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

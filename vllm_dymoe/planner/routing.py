@@ -14,22 +14,23 @@ from vllm_dymoe.planner.constants import MOST_WEIGHT
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.plan import Grouped
 
-_UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, while both travel to the host
+_UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, while both are copied to the host
 
 
 class RoutingError(ValueError):
     """A router chose an expert that the model does not have; the message is for the user."""
 
-    def __init__(self, layer: int, expert: int, experts: int) -> None:
+    def __init__(self, layer: int, expert: int, experts: int, *, bounded: bool = False) -> None:
+        beyond = (" or a lower one" if expert < 0 else " or a higher one") if bounded else ""
         super().__init__(
-            f"the router of MoE layer {layer} (from 0) chose expert {expert}, but there are {experts}; "
+            f"the router of MoE layer {layer} (from 0) chose expert {expert}{beyond}, but there are {experts}; "
             "check the checkpoint and its config.json."
         )
         self.layer, self.expert = layer, expert
 
 
 class Phase(Enum):
-    """Prefill if any request of the step still reads its prompt, even its last token alone; else decode."""
+    """Prefill if any request of the step still processes its prompt, even only its last token; otherwise decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -48,17 +49,18 @@ class PromptTokens:
 class Routing:
     """One layer's routing in one step, made once when vLLM enters the layer."""
 
-    layer: int  # position among the model's MoE layers, from 0; if it does not grow, a new step has begun
+    layer: int  # position among the model's MoE layers, from 0; a new step has begun if it does not grow
     num_layers: int  # how many MoE layers the model has
     x: Tensor
-    """[tokens, hidden] bfloat16 or float16, the router's input. Later layers may overwrite it; copy it to keep it."""
+    """[tokens, hidden] bfloat16 or float16, the router's input. Later layers may overwrite it, so copy it to keep it.
+    """
     ids: Tensor  # [tokens, top_k] int, experts of this rank; -1 where another rank has the expert
     weights: Tensor  # [tokens, top_k] float32 routing weights
     phase: Phase = Phase.DECODE  # of the whole step
     prompt: PromptTokens | None = None
-    """Which tokens are prompts'; None if the step only decodes, or if no policy asks."""
+    """Which tokens belong to prompts; None if the step only decodes, or if no policy needs it."""
     global_ids: Tensor | None = None
-    """[tokens, top_k] int, experts as the router numbers them; None if the rank has all of them, as in ``ids``."""
+    """[tokens, top_k] int, experts as the router numbers them; None if this rank has all experts, as in ``ids``."""
     weights_on_input: bool = False  # weights multiply the experts' inputs instead of their outputs (Llama 4, Laguna)
     actions: Tensor | None = (
         None  # uint8 [tokens, top_k], see :func:`~.rule.actions_of`; set after planning, if recorded
@@ -66,12 +68,12 @@ class Routing:
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
-        """``ids`` on the host; with a GPU the first call waits for the router."""
+        """``ids`` on the host; on a GPU the first call waits for the router."""
         return self._told[0]
 
     @cached_property
     def _told(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """``ids``, and whether their weights are usable; both come from a GPU in one copy."""
+        """``ids``, and whether their weights are usable; copied from a GPU together."""
         if self.ids.is_cpu:
             return self.ids.numpy().astype(np.int64, copy=False), np.abs(self.host_weights) < MOST_WEIGHT
         marked = torch.where(usable(self.weights), self.ids, self.ids + _UNUSABLE)
@@ -80,7 +82,7 @@ class Routing:
         return numbers - np.where(counts, 0, _UNUSABLE), counts
 
     def check(self, num_experts: int) -> None:
-        """RoutingError for an id that is no expert, which would read another expert's bytes, or none."""
+        """Raise RoutingError for an id outside of the experts, which would read another expert's bytes, or none."""
         for one in int(self.host_ids.max(initial=-1)), int(self.host_ids.min(initial=-1)):
             if one >= num_experts or one < -1:
                 raise RoutingError(self.layer, one, num_experts)
@@ -91,7 +93,7 @@ class Routing:
 
     @cached_property
     def uses(self) -> NDArray[np.int64] | None:
-        """How many tokens with usable weights chose each expert; None if all weights are usable."""
+        """Return how many tokens with usable weights chose each expert; None if all weights are usable."""
         ids, counts = self._told
         if counts.all():
             return None
@@ -100,7 +102,10 @@ class Routing:
 
     @cached_property
     def squared_gates(self) -> NDArray[np.int64]:
-        """Sums of :func:`~.hotness.squared_gates` for each expert of this rank, up to the last that occurs."""
+        """Return sums of :func:`~.hotness.squared_gates` for each expert of this rank.
+
+        The result reaches up to the largest id in the step.
+        """
         gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
         places = torch.from_numpy(self.host_ids).flatten()
         sums = gates.new_zeros(2 + int(places.max()))  # experts of other ranks go to place 0
@@ -111,7 +116,7 @@ class Routing:
         return group_by_expert(self.host_ids)
 
     def own_experts(self, experts: Collection[int]) -> set[int]:
-        """Return which of the experts, numbered as the router does, this rank has, by its own numbers."""
+        """Return those of the experts that this rank has; takes the router's numbers, returns the rank's own."""
         assert self.global_ids is not None
         everywhere, own = self.global_ids.cpu().numpy(), self.host_ids
         return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
@@ -125,7 +130,7 @@ class Routing:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """How many tokens chose each active expert of this rank, in ascending order."""
+        """Return how many tokens chose each active expert of this rank, in ascending order of experts."""
         bounds = self.grouped.bounds
         return {expert: bounds[n + 1] - bounds[n] for n, expert in enumerate(self.grouped.experts)}
 

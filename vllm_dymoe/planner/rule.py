@@ -1,18 +1,18 @@
-"""The planner's specification: what one layer does with the experts of one step, as a pure function over integers.
+"""The planner's specification: what one layer does with the experts of one step, as a pure function of integers.
 
-- The *score* of an expert is an aged use count: each step of the layer takes a share of every score, and adds a fixed
-  amount for the experts that it uses.
+- The *score* of an expert is an aged use count: each step of the layer subtracts a share of every score, and adds a
+  fixed amount for the experts that it uses.
 - A miss takes a free slot, if there is one, and is admitted.
-- Otherwise it may evict the *victim*: the coldest expert that the step does not use, among equals the one used longest
-  ago. If the miss is colder than every victim, it is streamed.
+- Otherwise it may evict the *victim*: the coldest expert that the step does not use, among equals the least recently
+  used. If the miss is colder than every victim, it is streamed.
 - If a step needs more experts than the layer's quota, the hottest are admitted first, so that a prompt or a large batch
   does not empty the cache.
 - The coldest misses are executed on the CPU, as many as the CPU finishes before the link has brought the others. A miss
   that finds a free slot is always fetched.
 
-Only what is held decides, not what was prefetched nor when anything arrives. Everything is integer arithmetic, so the
-other writings, ``kernels/cpu/planner.h`` and ``kernels/triton/planner.py``, give the same results bit for bit. Their
-common constants are in ``constants``.
+Decisions depend only on what is held, not on what was prefetched or when anything arrives. Everything is integer
+arithmetic, so the other writings, ``kernels/cpu/planner.h`` and ``kernels/triton/planner.py``, give the same results
+bit for bit. Their common constants are in ``constants``.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,9 @@ from vllm_dymoe.planner.constants import AGING, LOW_VERSION, NEVER_FETCHED, USE,
 ABSENT, LOW, HIGH = 0, 1, 2  # the version in which an expert is held or wanted
 
 CPU, HIT, STREAM, FREE = -4, -3, -2, -1
-"""The place of a slice: executed on the CPU; in a slot already; streamed; admitted to a free slot. A number from 0 on
-means that the slice is admitted to the slot of that expert, which is evicted."""
+"""Place of a slice: executed on the CPU; in a slot already; streamed; admitted to a free slot. A number from 0 on means
+that the slice is admitted to the slot of that expert, which is evicted.
+"""
 
 Ints = NDArray[np.int64]
 
@@ -42,9 +43,10 @@ def record_uses(
         score: int64 [slices, experts].
         used_at: int64 [slices, experts], the step of each one's last use.
         active: experts that the step uses, each once.
-        wanted: LOW or HIGH for each of them; with two slices LOW uses the first one alone.
+        wanted: LOW or HIGH for each of them; with two slices LOW uses only the first one.
         step: number of the step, larger than those before it and below 2 ** 40.
-        aging: a score loses a share of 2 ** -aging; with 0 it forgets all, and the last use alone orders experts.
+        aging: each step subtracts a share of 2 ** -aging; 0 forgets everything, so that only the last use orders
+            experts.
     """
     score -= score >> aging
     for number in range(len(score)):
@@ -68,13 +70,13 @@ def decide(
 ) -> Ints:
     """Decide the place of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
 
-    Separate versions are one slice: an expert that is admitted in another version than it has gives up the old one.
-    Nested versions are two slices: a residual slice needs its base, is kept only with it, and is evicted with it.
+    Separate versions are one slice: an expert that is admitted in another version than it is held in gives up the old
+    one. Nested versions are two slices: a residual slice needs its base, is kept only with it, and is evicted with it.
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; with two slices it always does.
-        admits: whether misses may be kept; otherwise others write the rows (DynaExq), and every miss is streamed or
-            executed on the CPU.
+        admits: whether misses may be kept; otherwise a migration writes the rows (DynaExq), and every miss is streamed
+            or executed on the CPU.
 
     Returns:
         int64 [slices, n]: CPU for all slices, or HIT, STREAM, FREE, or the expert whose slot is taken. A slice that is
@@ -121,7 +123,8 @@ def actions_of(
         active: as for :func:`decide`, as are wanted and held.
         places: the result of :func:`decide`.
     """
-    hit, found = (places == HIT).all(0), np.full(int(ids.max()) + 2, Action.SKIP, np.uint8)  # the last of other ranks
+    # The last element is for other ranks' experts.
+    hit, found = (places == HIT).all(0), np.full(int(ids.max()) + 2, Action.SKIP, np.uint8)
     cases = (places == CPU).any(0), hit, (places == STREAM).any(0)
     low = (wanted == LOW) & ~(hit & (held[active] == HIGH))
     found[active] = np.select(cases, (Action.CPU, Action.HIT, Action.STREAM), Action.ADMIT) + LOW_VERSION * low
@@ -195,5 +198,5 @@ def _find_places(
 
 
 def coldest(score: Ints, used_at: Ints, among: Ints) -> int:
-    """Return the expert of ``among`` to evict: the coldest, then the one used longest ago, then the first."""
+    """Return the expert of ``among`` to evict: the coldest, then the least recently used, then the first."""
     return int(among[np.argmin(score[among] * _STEPS + used_at[among])])

@@ -17,6 +17,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import PromptTokens
 from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, Ints
 from vllm_dymoe.planner.table import ID_BITS, Counter, Table
+from vllm_dymoe.planner.weights import renormalized
 
 PROJECTIONS = 3
 
@@ -25,20 +26,20 @@ def plan_small_batch(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Plan a layer's step: update the table's rows, and write the plan. Without real tokens the table stays as it is.
+    """Plan a layer's step: update the table's rows and write the plan. Without real tokens the table does not change.
 
     Args:
         table: tensors on a CPU, like all other arguments.
-        ids: int32 or int64 [tokens, top_k]; -1 where another rank has the expert. Others that are no expert are told in
-            ``Table.outside``, and not computed.
+        ids: int32 or int64 [tokens, top_k]; -1 where another rank has the expert. Other ids outside of the experts are
+            reported in ``Table.outside`` and not computed.
         weights: float32 [tokens, top_k].
-        rows: int32 [1], number of real tokens, which come first.
+        rows: int32 [1], number of real tokens, which come first; at most all are.
         plan: for ``tokens`` rows, overwritten.
         large: a large-batch step, which is not recorded in the ring and executes nothing on the CPU.
-        marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None for all 0.
+        marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None if all are 0.
     """
     _empty(plan)
-    real, top_k, host = int(rows), ids.shape[1], table.on_host()
+    real, top_k, host = min(int(rows), len(ids)), ids.shape[1], table.on_host()
     host.planned[0] = layer
     if not real:
         if not large:
@@ -87,9 +88,12 @@ def plan_small_batch(
     if not large:
         _count_arrived(host, layer)
     _list_items(host, layer, active, computed, places, sizes, plan)
-    if not large:  # a large step reads it once more
+    if not large:  # a large batch reads it again
         host.staged_for[layer % 2] = -1
     list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, plan)
+    plan.weights[:real] = weights[:real]
+    if host.renormalizes[0]:
+        plan.weights[:real] = renormalized(weights[:real], plan.computed[:real] == 0, ids < 0)
     plan.computed.numpy().reshape(-1)[np.isin(chosen, active[on_cpu]).nonzero()] = 2
 
 
@@ -121,7 +125,7 @@ def slot_address(table: Table, layer: int, code: int, slot: int) -> int:
 
 
 def bytes_ahead(table: Table, layer: int, code: int, projections: int) -> int:
-    """Return the bytes of an expert's first projections, as fetched ahead."""
+    """Return the size in bytes of an expert's first projections, as they are fetched ahead."""
     whole = projections == PROJECTIONS
     return int(table.slot_bytes[layer, code] if whole else table.offsets[layer, code, projections])
 
@@ -148,9 +152,9 @@ def _list_items(
 ) -> None:
     """Write the plan's items: for each slice its action, source and destination, and each expert's positions.
 
-    The table's rows are those after the step. Projections that were fetched ahead are read from there. A streamed
-    expert is read once for every two positions (POSITIONS_AT_ONCE); if it has more and has to cross the link, it gets a
-    staging slot while there are some, because the link is slower than a slot.
+    The table's rows are those after the step. Projections that were fetched ahead are read from their staging slots. A
+    streamed expert is read once for every POSITIONS_AT_ONCE positions; one with more positions that has to cross the
+    link gets a staging slot, as long as there are some, because the link is slower than a slot.
     """
     predicted = table.prefetch_slots.tolist()
     staged = {

@@ -1,11 +1,12 @@
 """The table: which expert is where, as integer columns. A row names complete bytes, or nothing.
 
-If the host writes it, the columns are NumPy arrays. If the device does, they are tensors that a captured graph reads
-and writes, and the host has a copy. Between two steps only values in columns change, so a captured graph stays valid.
+If the host writes the table, its columns are NumPy arrays. If the device does, they are tensors that a captured graph
+reads and writes, and the host has a copy. Between two steps only values in columns change, so a captured graph stays
+valid.
 
 Versions are numbered as in ``rule``: ABSENT, LOW and HIGH index dimensions of size 3. An expert has one *slice*, the
 version that is held; or two, if versions are nested: then the LOW pool holds base slices and the HIGH pool residual
-slices, and a column about a version's slot, source, address or offsets is about that slice.
+slices, and columns with a version's slot, source, address or offsets refer to that slice.
 """
 
 # ruff: noqa: RUF009
@@ -29,11 +30,11 @@ CODES = {Precision.SKIPPED: ABSENT, Precision.LOW: LOW, Precision.HIGH: HIGH}  #
 
 PRECISIONS = {code: precision for precision, code in CODES.items()}
 ID_BITS = (1 << 63) - 1
-"""What :attr:`Table.outside` keeps of an id: a negative one becomes a very high one, and -1 stays free for none."""
+"""The part of an id that :attr:`Table.outside` keeps: a negative id becomes a very large one, and -1 means none."""
 
 
 class Counter(IntEnum):
-    """Columns of :attr:`Table.counters`; they count experts unless noted."""
+    """Columns of :attr:`Table.counters`; they count experts unless noted otherwise."""
 
     STEPS = 0  # steps with at least one real token
     NEEDED_HIGH = auto()
@@ -43,9 +44,9 @@ class Counter(IntEnum):
     REUSES = auto()  # hits of a high version where a low one was wanted
     FETCHED_HIGH = auto()  # versions, or residual slices
     FETCHED_LOW = auto()  # versions, or bases
-    STREAMED = auto()  # of the fetched, those that are not kept
+    STREAMED = auto()  # fetched ones that are not kept
     PROMOTIONS = auto()  # fetches of a high version while the low one was held
-    EVICTIONS = auto()  # experts, or residual slices, whose slot another one took
+    EVICTIONS = auto()  # experts, or residual slices, whose slot was taken by another
     AHEAD = auto()  # experts that were fetched, at least in part, before the layer was routed
     AHEAD_BYTES = auto()
     AHEAD_USED = auto()  # misses that had been fetched ahead, at least in part
@@ -66,16 +67,22 @@ class Table:
     """Index in the pool of the version, or of the slice; -1 for none."""
     score: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
-    """The layer's step that last used an expert, or its residual slice."""
+    """The layer's step that last used an expert, or its residual slice; in which it came, if the first in leaves."""
     step: Any = _column("layers")  # the layer's last step
     quotas: Any = _column("layers", 3, dtype="int32")  # slots that a layer may fill, by version
     reuse_high: Any = _column(1, dtype="int32", fill=1)
-    """Whether a high version serves where a low one is wanted. Then results depend on what is held. Otherwise a held
-    high version is replaced if the low one is wanted, as the other way round."""
+    """Whether a high version serves where a low one is wanted; then results depend on what is held. Otherwise a held
+    high version is replaced if the low one is wanted, and vice versa.
+    """
+    evicts: Any = _column(1, dtype="int32", fill=Eviction.COLDEST)  # an Eviction: which expert leaves first
+    admits: Any = _column(1, dtype="int32", fill=1)  # whether misses may be kept; otherwise others write the rows
+    renormalizes: Any = _column(1, dtype="int32")  # whether weights of skipped experts go to the token's other experts
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     outside: Any = _column("layers", fill=-1)
     """The highest id of a step that is neither an expert's nor -1, without its sign bit (:data:`ID_BITS`); -1 for none.
     Written by the device, and read and cleared by the host after each step."""
+    unread: Any = _column("layers", fill=-1)
+    """The highest expert of a step whose bytes could not be read; -1 for none. As :attr:`outside`."""
     first_slot: Any = _column("layers", 3, dtype="int32")
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""
@@ -87,15 +94,16 @@ class Table:
     staged_for: Any = _column(2, dtype="int32", fill=-1)  # the layers of ``staged``, -1 for none
     predicted: Any = _column(2, "layers", "experts", dtype="int32", fill=-1)
     """Experts that a layer will probably want, the best first and each once, and the version of each; the first
-    negative expert ends the list. Written by whoever predicts: the host between steps, or the device within one."""
+    negative expert ends the list. Written by the predictor: on the host between steps, or on the device within one.
+    """
     fetched_ahead: Any = _column(2, "layers", "counts", dtype="int32")
     """How many of so many predicted experts, the best first, are fetched high, and how many at all."""
     prefetch_slots: Any = _column(3, dtype="int32")
-    """How many of the staging slots, from the first on, predicted experts fill in small-batch steps, by version."""
+    """How many staging slots, from the first on, predicted experts may fill in small-batch steps, by version."""
     planned: Any = _column(1, dtype="int32", fill=-1)
     """The layer that was planned last. Copies of predicted experts for a layer stop once it is planned."""
     critical: Any = _column("layers", "counts", dtype="int32")
-    """How many experts are high, by the number of active experts in a step."""
+    """Number of high experts, by the number of active experts in a step."""
     threshold: Any = _column(2)  # see :mod:`~.threshold`; if in use, ``critical`` is ignored
     prompt_threshold: Any = _column(2)  # the same for tokens that are marked as prompts'
     cpu_costs: Any = _column(3, len(Cost))
@@ -154,7 +162,7 @@ class Table:
         return vars(self) | {name: getattr(self, name)[layer] for name in _OF_FORMATS}
 
     def clear(self) -> None:
-        """Empty all rows, and forget all uses."""
+        """Empty all rows and forget all uses."""
         for name, empty in {"precision": 0, "slot": -1, "score": 0, "used_at": 0, "step": 0}.items():
             getattr(self, name)[:] = empty
         self.forget_ahead()
@@ -172,7 +180,8 @@ class Table:
             ours, theirs = getattr(self, name), getattr(rows, name)
             same = min(len(ours), len(theirs))  # slices: the host has one if nothing is served high
             if isinstance(ours, torch.Tensor):
-                ours[:same].copy_(torch.from_numpy(theirs.copy()), non_blocking=True)  # the source may change before
+                # A copy, because the source may change before the device has read it.
+                ours[:same].copy_(torch.from_numpy(theirs.copy()), non_blocking=True)
             else:
                 ours[:] = theirs[:same].cpu().numpy()
 
@@ -180,24 +189,22 @@ class Table:
 
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
-        evicts: Eviction = Eviction.COLDEST,
-        counted: NDArray[np.bool_] | None = None, admits: bool = True,
+        counted: NDArray[np.bool_] | None = None,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
 
         Args:
-            evicts: which expert leaves first.
             counted: bool [n], experts whose use counts; None for all.
         """
         self.step[layer] += 1
-        score, used_at = self.score[:, layer], self.used_at[:, layer]
-        if evicts is Eviction.FIRST_IN:
-            score[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
+        score, used_at, evicts = self.score[:, layer], self.used_at[:, layer], int(self.evicts[0])
+        if evicts == Eviction.FIRST_IN:  # equal scores are ordered by the step in which an expert came
+            used_at[:, active[self.precision[layer, active] == ABSENT]] = self.step[layer]
         else:
-            uses, aging = slice(None) if counted is None else counted, AGING if evicts is Eviction.COLDEST else 0
+            uses, aging = slice(None) if counted is None else counted, AGING if evicts == Eviction.COLDEST else 0
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
-        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": admits}
+        where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": bool(self.admits[0])}
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
@@ -231,12 +238,12 @@ class Table:
         AssertionError if the row names other bytes already, or if the base of a residual slice is missing.
         """
         residual, held = self.nested and precision is Precision.HIGH, self.precision[layer, expert]
-        assert not residual or held == LOW, f"the base of expert {expert} of layer {layer} is not there"
-        assert residual or not held, f"expert {expert} of layer {layer} would be there twice"
+        assert not residual or held == LOW, f"the base of expert {expert} of layer {layer} is missing"
+        assert residual or not held, f"expert {expert} of layer {layer} would be held twice"
         self.precision[layer, expert], self.slot[int(residual), layer, expert] = CODES[precision], slot
 
     def remove(self, layer: int, expert: int, *, residual: bool = False) -> list[tuple[Precision, int]]:
-        """Empty a row, or its ``residual`` slice alone; return precision and index of each slot that it named."""
+        """Empty a row, or only its ``residual`` slice; return precision and index of each slot that it named."""
         code = int(self.precision[layer, expert])
         slots: list[tuple[Precision, int]] = []
         if self.nested and code == HIGH:
@@ -268,7 +275,7 @@ _OF_FORMATS = ("staging", "bits", "offsets", "pool", "slot_bytes")
 
 
 def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int]) -> int | None:
-    """Return the coldest expert that a layer holds in a precision, except those ``spared``; None if there is none."""
+    """Return the coldest expert that a layer holds in a precision, except ``spared`` ones; None if there is none."""
     kept = table.holders(CODES[precision])[layer].nonzero()[0]
     among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
     number = int(table.nested and precision is Precision.HIGH)
@@ -276,16 +283,16 @@ def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int])
 
 
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
-    """AssertionError unless quotas are kept, no slot is named twice, and prefetched experts are in staging slots.
+    """Raise AssertionError if quotas are exceeded, a slot is named twice, or a prefetched expert is in no staging slot.
 
     Args:
         ranges: also check that layers use slots of their own range only.
-        moving: only the sum of the quotas has to be kept.
+        moving: check only the sum of the quotas.
     """
     assert (table.slot[0][table.precision == ABSENT] == -1).all(), "an empty row names a slot"
     for residual in table.slot[1:]:
         assert ((residual >= 0) == (table.precision == HIGH)).all(), (
-            "a residual slice without its base, or the other way round"
+            "a residual slice and its base disagree about the version"
         )
     for precision, code in ((Precision.LOW, LOW), (Precision.HIGH, HIGH)):
         held, quota = table.holders(code), table.quotas[:, code]

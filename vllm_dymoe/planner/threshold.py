@@ -1,20 +1,20 @@
 """The precision threshold: an expert is high if its share of a step's routing weights is above it.
 
 One threshold serves all layers and tokens. Shares are in multiples of an even share: an expert's share times the number
-of active experts. So one token and a batch, and layers with few or many active experts, have one scale. An integral
+of active experts. So one token and a batch, and layers with few or many active experts, share one scale. An integral
 controller moves the threshold until the average share of high experts is the retention. All of it is integer
-arithmetic, so that host and device agree to the bit (``precisions_of`` in ``kernels/triton/planner.py``).
+arithmetic, so that host and device agree bit for bit (``precisions_of`` in ``kernels/triton/planner.py``).
 
 One expert of a layer is always high. If fewer than 1 / retention experts are active, even that one is too many, and no
-threshold meets the retention. The controller then rests. Otherwise it would wind up while single tokens are decoded,
+threshold meets the retention. Then the controller rests. Otherwise it would wind up while single tokens are decoded,
 and the next batches would be served low until it had come down again.
 
-With retention 0 a threshold rests as well, and others move it between steps (``LinkShare``).
+With retention 0 the threshold does not move by itself; ``LinkShare`` moves it between steps.
 
 A threshold is int64 [2]: its value in 2 ** -32 even shares, and the retention in 2 ** -16. A negative retention means
-that no threshold is in use, and ``Table.critical`` says how many experts are high.
+that no threshold is in use, and ``Table.critical`` gives the number of high experts.
 
-A *curve* gives the start value for each retention, from the shares that a calibration's routers gave.
+A *curve* gives the start value for each retention, derived from the shares of a calibration's routers.
 """
 
 import math
@@ -32,7 +32,7 @@ RETENTIONS = tuple(part / 16 for part in range(1, 17))  # for which a curve has 
 
 
 def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
-    """Return the start value: from a curve, or for exponential weights, which some hundred layers correct."""
+    """Return the start value: from a curve, or else for exponential weights, which some hundred layers correct."""
     value = -math.log(retention) if retention > 0 else 16.0
     if curve:
         value = float(np.interp(retention, RETENTIONS, curve))
@@ -40,7 +40,10 @@ def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
 
 
 def curve_of(layers: Sequence[NDArray[np.float32]]) -> tuple[float, ...]:
-    """Return the curve of shares, float32 [any, active] per layer; overwrites each row's largest, always high."""
+    """Return the curve of shares, float32 [any, active] per layer.
+
+    Overwrites the largest share of each row, whose expert is always high.
+    """
     for shares in layers:
         shares[np.arange(len(shares)), shares.argmax(1)] = np.inf
     every = np.sort(np.concatenate([shares.ravel() for shares in layers]))

@@ -1,4 +1,4 @@
-"""Policies: each a paper's way of serving experts, in a file of its own. One that is new has a file and a line here."""
+"""Policies: ways of serving experts, one file each. A new policy needs a file and a line in ``POLICIES``."""
 
 from pydantic import ValidationError
 
@@ -17,12 +17,15 @@ from vllm_dymoe.policies.papers import PAPERS
 
 _OURS: tuple[type[Policy], ...] = (Exact, OnDemand, LayerPrefetch, Dymoe, DuoServe, Firm, DynaExq, Adaptive)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_OURS, *PAPERS)}
-"""By the name that the option ``policy`` has for it, the default first."""
+"""Policies by the name that the option ``policy`` takes, the default first."""
 
 
 def make_policy(options: Options) -> Policy:
-    """The policy that options name, with its parameters; PolicyOptionError if it does not exist, has no such parameter
-    or not with that value, or cannot be served with the other options."""
+    """Return the policy that the options name, with its parameters.
+
+    Raises PolicyOptionError for an unknown policy or parameter, an invalid value, or a combination of options that the
+    policy cannot serve.
+    """
     name, parameters = options.policy, options.policy_options
     if name not in POLICIES:
         raise PolicyOptionError("policy", f'policy "{name}" does not exist; choose one of {", ".join(POLICIES)}')
@@ -39,7 +42,7 @@ def make_policy(options: Options) -> Policy:
         ) from error
     if options.low == 0 and Precision.HIGH not in policy.precision.precisions:
         raise PolicyOptionError(
-            "policy", f'policy "{name}" as it is set would skip every expert with low = 0; set low to 2, 4 or 8'
+            "policy", f'policy "{name}" as set would skip every expert if low = 0; set low to 2, 4 or 8'
         )
     if policy.residency.migrating is not None and options.low == 0:
         raise PolicyOptionError("policy", f'policy "{name}" keeps a low version of every expert; set low to 2, 4 or 8')
@@ -49,5 +52,5 @@ def make_policy(options: Options) -> Policy:
         )
     for option in ("predictor", "train_predictor"):
         if getattr(options, option) is not None and not (policy.prefetch and policy.prefetch.takes_predictor):
-            raise PolicyOptionError(option, f'policy "{name}" as it is set has no use for a predictor; leave it out')
+            raise PolicyOptionError(option, f'policy "{name}" as set does not use a predictor; leave it out')
     return policy

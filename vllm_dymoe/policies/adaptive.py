@@ -1,9 +1,9 @@
-"""DynaExq's floor with DyMoE's rescue: no expert is ever missing, and few steps wait for a high version.
+"""DynaExq's resident low versions with DyMoE's threshold: no expert is ever missing, few steps wait for a high one.
 
-Every expert is there at low, the hottest at high, as by ``dynaexq``. In a step an expert whose high version is missing
-is served low, unless its share of the step's routing weights, times the number of active experts, is above a threshold:
-then the version is fetched for this step alone, or the CPU executes it. One dial says which share of the time steps may
-wait for the link; with 0 none ever does, with 1 all that is missing is fetched.
+Every expert is resident at low and the hottest also at high, as with ``dynaexq``. An expert without a high version is
+served low, unless its share of the step's routing weights, times the number of active experts, exceeds a threshold.
+Then the high version is streamed for this step, or executed on the CPU. One parameter, ``wait_share``, sets the share
+of the time that steps may wait for the link: with 0 no step waits, with 1 every missing high version is fetched.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,34 +23,35 @@ from vllm_dymoe.planner.threshold import above
 from vllm_dymoe.policies.base import PrecisionPolicy, ResidencyPolicy
 from vllm_dymoe.policies.dynaexq import AsResident, DynaExq
 
-_START = 1.6  # even shares
+_START = 1.6  # an even share is 1
 
 
 @dataclass(frozen=True)
 class Rescued(AsResident):
-    """High for experts above a threshold that others move, low will do for the rest."""
+    """High for experts above a threshold that ``LinkShare`` moves, the resident version for the others."""
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         high = high_of_step(routing, self.thresholds, lambda active: 0)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
-        """For replays of decode, see :class:`~.dymoe.CriticalHigh`."""
+        """Return the choice of a replayed decode step, see :class:`~.dymoe.CriticalHigh`."""
         return lambda layer, sums: above(self.thresholds[1], sums)
 
 
 class Adaptive(DynaExq):
-    """The version that is resident serves, unless the step dwells on the expert."""
+    """Serves the resident version, and fetches a missing high version for experts with much routing weight."""
 
     name: ClassVar[str] = "adaptive"
-    summary: ClassVar[str] = "every expert there, the hottest at `high`; of the others what weighs much is fetched"
+    summary: ClassVar[str] = "every expert resident, the hottest at `high`; fetches `high` for large weights"
     default_low: ClassVar[int] = 2
 
     wait_share: float = Field(default=0.1, ge=0, le=1)
     """Share of the time that steps may wait for the link: 0 is dynaexq, 1 fetches every missing high version."""
     threshold: NonNegativeFloat | None = None
-    """In place of wait_share, a fixed one: a missing high version is fetched where the expert's share of the step's
-    routing weights, times the number of active experts, is above it."""
+    """Fixed threshold instead of wait_share: a missing high version is fetched if the expert's share of the step's
+    routing weights, times the number of active experts, exceeds it.
+    """
 
     @property
     def _never(self) -> bool:

@@ -1,5 +1,8 @@
-"""What a policy decides, in three parts: precision, residency and prefetch. A policy is a frozen pydantic model: its
-fields are its parameters, the option ``policy_options`` by name. It touches no table, no slot and no byte."""
+"""The three parts of a policy: precision, residency and prefetch.
+
+A policy is a frozen pydantic model whose fields are the entries of the option ``policy_options``. It never accesses a
+table, a slot or an expert's bytes.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,68 +21,78 @@ from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.prefetch import Predictor, RoutedModel
 
-# Two slots keep a link busy within a layer: one is computed while the other fills. From a layer's last transfer to the
-# first of the next it idles unless predictions have slots: four where the host takes 300 us for a layer and the link 84
-# us for an expert, more while attention computes a long prompt. In a prompt experts that have arrived are computed in
-# one
-# call: two slots are 127 calls for a layer of Qwen3-30B-A3B, 16 are 18. An eighth of the slots, or a 64th of many, is
-# so little that layers hardly feel what they cannot keep.
+# Number of staging slots. Two keep the link busy within a layer: one is computed while the other fills. Between a
+# layer's last transfer and the next layer's first one the link is idle unless predictions have slots. Four suffice
+# where the host needs 300 us for a layer and the link 84 us for an expert; attention over a long prompt leaves time for
+# more. In a prompt, experts that have arrived are computed in one call: a layer of Qwen3-30B-A3B takes 127 calls with
+# two staging slots, and 18 with 16. An eighth of the slots, or a 64th of many, hardly reduces what layers can keep.
 FEWEST_STAGING = 2
-_MOST_AT_ONCE = 1 << 16  # moves that a user may ask for; no model has more experts in a layer to move
-_MOST_IN_FLIGHT = 64  # moves without slots of their own, however idle the link
+_MOST_AT_ONCE = 1 << 16  # upper bound of in_flight; no model has more experts to move
+_MOST_IN_FLIGHT = 64  # most concurrent moves where moves need no slots of their own
 _USUAL_STAGING, _MOST_STAGING = 4, 16
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The precision of each expert. This one serves every expert high."""
+    """Chooses the precision of each expert; this base class chooses high for all."""
 
     precisions: frozenset[Precision] = frozenset(
         (Precision.HIGH,)
-    )  # that ``select`` can answer with; there are slots for no others
+    )  # precisions that ``select`` may return; others get no slots
     heavy_hitters: float | None = None
-    """Share of a prompt's tokens to mark as heavy hitters; None where precision ignores them."""
-    reuses_high: bool = True  # an expert that is wanted low is computed high where its high version is on the device
+    """Share of a prompt's tokens to mark as heavy hitters; None if precision ignores them."""
+    reuses_high: bool = True  # compute an expert that is wanted low from its high version if that is resident
     renormalizes: bool = False
-    """Routing weights of skipped experts go to the token's other experts; otherwise they are lost."""
+    """Whether routing weights of skipped experts go to the token's other experts; otherwise they are lost."""
     thresholds: tuple[Ints, ...] = field(default=(), compare=False)
-    """Above which experts of prompts' tokens and of others are high, int64 [2] each, see
-    :mod:`~vllm_dymoe.planner.threshold`; where the host plans they move. Empty where there are none."""
+    """Thresholds above which experts are high, for tokens of prompts and for decoded tokens: int64 [2] each, see
+    :mod:`~vllm_dymoe.planner.threshold`. Host-side planning changes them in place. Empty if the policy has none.
+    """
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """What share of a layer's active experts gets each precision when one token is decoded, for every layer."""
+        """Return the expected share of a layer's active experts by precision in decode, for every layer."""
         return {Precision.HIGH: [1.0] * num_layers}
 
     def all_shares(self, experts: ModelExperts) -> Mapping[Precision, Sequence[float]]:
-        """``shares`` of a model and its draft, whose layers get what the model's last one gets; NotImplementedError if
-        there is a precision of which ``shares`` says nothing."""
+        """Return ``shares`` for a model and its draft; a draft's layers get the shares of the model's last layer.
+
+        Raises NotImplementedError if ``shares`` omits a precision that is served.
+        """
         shares = self.shares(len(experts.layers) - experts.draft_layers, experts.top_k)
         if missing := self.precisions - shares.keys():
             names = " and ".join(sorted(precision.value for precision in missing))
             raise NotImplementedError(
-                f"{type(self).__name__} serves experts in the {names} precision, but its shares() do not say how "
-                f"many, and "
-                "without that no slots can be shared out; override shares() together with precisions."
+                f"{type(self).__name__} serves experts at {names} precision, but its shares() does not say "
+                f"how many; "
+                "override shares() together with precisions, so that slots can be allocated."
             )
         return {precision: [*layers, *[layers[-1]] * experts.draft_layers] for precision, layers in shares.items()}
 
     link_share: float | None = None
-    """Share of the time that steps may wait for the link, which thresholds are moved for; None for no such share."""
+    """Share of the time that steps may wait for the link, held by moving the thresholds; None for no limit."""
 
     planned: ClassVar[bool] = True
-    """Whether ``critical_counts`` and ``thresholds`` say all that ``select`` does, so that a planner can choose."""
+    """Whether ``critical_counts`` and ``thresholds`` describe ``select`` completely, so that a planner can choose."""
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
-        """A precision for each active expert of a layer; called once for every MoE layer of every step."""
+        """Return a precision for each active expert of a layer; called for every MoE layer of every step."""
         return dict.fromkeys(routing.active, Precision.HIGH)
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """For a planner: how many experts of a step are high, int32 [num_layers, experts + 1], by layer and number of
-        active experts. The most important by :func:`~.importance.Importance` are."""
+        """Return how many experts of a step are high, int32 [num_layers, experts + 1].
+
+        Indices are the layer and the number of active experts; the most important ones by
+        :func:`~.importance.Importance` are high. Planners read this instead of calling ``select``.
+        """
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
+    def all_critical_counts(self, experts: ModelExperts) -> NDArray[np.int32]:
+        """``critical_counts`` of a model and its draft, whose layers get what the model's last one gets."""
+        counts = self.critical_counts(len(experts.layers) - experts.draft_layers, experts.num_experts)
+        return np.concatenate([counts, np.repeat(counts[-1:], experts.draft_layers, axis=0)])
+
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
-        """Thresholds that have not moved begin where those of a calibration ended; none where there was no such."""
+        """Set thresholds that have not moved yet to a calibration's start values, if there are any."""
 
     def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
         """Of so many experts that a predictor names for a coming layer, the best first, how many are fetched high, and
@@ -87,8 +100,12 @@ class PrecisionPolicy:
         return named if Precision.HIGH in self.precisions else 0, named
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
-        """In which precision to fetch the experts that a predictor names for a coming layer, the best first; those that
-        are left out are not fetched."""
+        """Return the precision in which to fetch each predicted expert of a later layer.
+
+        Omitted experts are not fetched.
+
+        ``named`` lists the experts, the most probable first.
+        """
         high, fetched = self.count_ahead(layer, num_layers, len(named))
         return {e: Precision.HIGH if place < high else Precision.LOW for place, e in enumerate(named[:fetched])}
 
@@ -99,7 +116,7 @@ class PrecisionPolicy:
 
 
 Evicts = Literal["coldest", "least recent", "first in"]
-"""Which expert of a layer leaves first: the value of a parameter of that name."""
+"""Values of the parameter ``evicts``: which expert of a layer is evicted first."""
 EVICTIONS: Mapping[Evicts, Eviction] = {
     "coldest": Eviction.COLDEST, "least recent": Eviction.LEAST_RECENT, "first in": Eviction.FIRST_IN
 }  # fmt: skip
@@ -107,96 +124,104 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 
 
 class Migrating(BaseModel):
-    """How the high set of a policy that moves versions between steps follows traffic."""
+    """How a policy that moves versions between steps lets the set of high experts follow traffic."""
 
     model_config = _FROZEN
 
     hotness: Literal["squared_gates", "uses"] = "squared_gates"
-    """What makes an expert hot: its squared routing weights, with what its low version loses where that was measured,
-    or uses (the paper)."""
+    """What makes an expert hot: its squared routing weights, times the measured quality loss of its low version if
+    known; or its uses (the paper).
+    """
     high_set: Literal["model", "layer"] = "model"
-    """Whether experts compete for high versions with all of the model, each layer's by what it changes, or with their
-    own layer's (the paper)."""
+    """Whether experts compete for high versions across the whole model, each layer weighted by its effect on the
+    output, or within their own layer (the paper).
+    """
     alpha: float = Field(default=0.85, gt=0, le=1)
-    """Weight of the last window in hotness."""
+    """Weight of the latest window in the average of hotness."""
     window_s: NonNegativeFloat = 2
-    """Seconds of a window, after which high experts are chosen anew."""
+    """Seconds of a window, after which the high experts are chosen anew."""
     window_uses: PositiveFloat = 16
-    """Least uses of an expert in a window, on average."""
+    """Minimum number of uses per expert, on average, before a window can end."""
     margin: NonNegativeFloat = 0.1
-    """How much hotter an expert must be to take a place, in even shares of a layer's traffic."""
+    """How much hotter an expert must be to replace a high one, in multiples of an even share of its layer's traffic."""
     in_flight: int = Field(default=2, ge=1, le=_MOST_AT_ONCE)
-    """Experts that are moved at the same time; more, within link_share, where versions are nested."""
+    """Experts moved at the same time. Nested versions may exceed it, within link_share."""
     link_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the time that the link may work for moves."""
+    """Share of the time that the link may spend on moves."""
 
     @property
     def by_gates(self) -> bool:
-        """An expert is as hot as its squared gates add up to; else as its uses."""
+        """Whether hotness is the sum of squared gates; otherwise it is the number of uses."""
         return self.hotness == "squared_gates"
 
     def at_once(self, seconds: float, each: float) -> int:
-        """How many moves may be on their way while the link has so many seconds for them, and each takes so many; 0
-        where it needs slots, or none has arrived yet.
+        """Return how many moves may be in flight.
 
-        Where one needs no slot of its own they are as many as there is time for: moves begin between steps, and two in
-        each would take a large model hundreds of steps to follow its traffic.
+        Moves that need no slot of their own fill the link's time: they begin between steps, and with only two per step
+        a large model would take hundreds of steps to follow its traffic.
+
+        Args:
+            seconds: link time that moves may use.
+            each: seconds of one move; 0 if a move needs a slot, or if none has finished yet.
         """
         return max(self.in_flight, min(_MOST_IN_FLIGHT, int(seconds / each))) if each else self.in_flight
 
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """What stays on the device. Data for every planner; see :attr:`Policy.needs_host` for what a device's cannot do."""
+    """Which experts layers keep: plain data for every planner.
+
+    :attr:`Policy.needs_host` lists what a GPU planner lacks.
+    """
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
-    evicts: Eviction = Eviction.COLDEST  # a device knows the coldest alone
-    whole: bool = False  # an expert is computed when all of it is there; else projection by projection
+    evicts: Eviction = Eviction.COLDEST
+    whole: bool = False  # compute an expert only when all its projections have arrived, instead of one by one
     migrating: Migrating | None = None
-    """How versions move between steps, so that every expert is there; None where steps fetch what they need."""
-    rescues: bool = False  # where versions move between steps, steps fetch some high ones nevertheless
+    """How versions move between steps, so that every expert stays resident; None if steps fetch misses."""
+    rescues: bool = False  # steps also fetch some high versions where versions move between steps
 
 
 @dataclass(frozen=True)
 class PrefetchPolicy:
-    """What names experts before their router does."""
+    """What predicts experts before their router runs, and how predictions are fetched."""
 
-    name: str  # in two or three words for people
+    name: str  # short name for logs and tables
     make: Callable[[RoutedModel], Predictor]
-    """The predictor for a model; raises PredictorError if a trained one was given and cannot be used."""
-    layers: int = 1  # ahead that the predictor is asked about
-    needs_gates: bool = False  # the predictor asks the model's gates
-    takes_predictor: bool = False  # a trained predictor can stand in for it
-    first_layer: bool = False  # experts of a prompt's first MoE layer are named before it is reached
-    paced: bool = False  # predictions are acted on only as often as they pay
-    needs_predictor: bool = False  # there has to be a trained one
+    """Returns the predictor for a model; raises PredictorError if the given trained predictor cannot be used."""
+    layers: int = 1  # how many layers ahead are predicted
+    needs_gates: bool = False  # the predictor evaluates the model's gates
+    takes_predictor: bool = False  # a trained predictor can replace it
+    first_layer: bool = False  # predict a prompt's first MoE layer before it is reached
+    paced: bool = False  # act on predictions only as often as they pay
+    needs_predictor: bool = False  # a trained predictor is required
     projections: int = len(EVERY_PROJECTION)
-    """How many of an expert's three are fetched ahead, in the order gate, up, down."""
+    """How many projections of an expert are fetched ahead, in the order gate, up, down."""
     wide: Callable[[int], int] = lambda top_k: 0
-    """Experts to have on their way at once for so many per token; 0 for the usual number."""
+    """Returns the number of experts to prefetch concurrently, given the experts per token; 0 for the usual number."""
 
 
 class Policy(BaseModel):
-    """One way of serving experts. This one serves every expert high, keeps experts and predicts nothing."""
+    """A way of serving experts. The base class serves every expert high, keeps experts and predicts nothing."""
 
     model_config = _FROZEN
 
     name: ClassVar[str]
-    """As the option ``policy`` has it."""
+    """Value of the option ``policy``."""
     summary: ClassVar[str]
-    """What it does and where it comes from, in a line for people."""
+    """What the policy does, and its source, in one line for users."""
     default_budget: ClassVar[ExpertBudget | None] = None
-    """The budget if the user sets none; None for an automatic one."""
+    """Default of ``expert_budget``; None for an automatic budget."""
     default_host_store: ClassVar[Literal["file", "pinned"] | None] = None
-    """Where packed experts live if the user does not say; None for what there is room for."""
+    """Default of ``host_store``; None to choose by the available memory."""
     default_low: ClassVar[int] = 0
-    """Bits of the low precision if the user does not say."""
+    """Default of ``low``, in bits."""
     precision_parameters: ClassVar[tuple[str, ...]] = ()
-    """Parameters that decide precision, and can change while the model is served."""
+    """Parameters of precision that can be changed while the model is served."""
 
     def of_stage(self, before: int, behind: int) -> "Policy":
-        """The same for a stage of a pipeline, with so many MoE layers before its own and behind them."""
+        """Return the policy for a pipeline stage that has ``before`` MoE layers before it and ``behind`` after it."""
         return self
 
     @cached_property
@@ -213,29 +238,17 @@ class Policy(BaseModel):
 
     @property
     def needs_host(self) -> str:
-        """Why a device cannot plan this policy's steps, to follow "because"; empty if it can.
+        """Return why a device cannot plan this policy's steps, as text to follow "because"; empty if it can.
 
-        A device's planner has quotas (none where layers keep nothing), admission by score, precision by thresholds or
-        counts, and streaming. It runs no Python, hands on no weights, and waits for no transfer within a step.
+        A GPU planner knows quotas (zero if layers keep nothing), admission by score, precision by thresholds or counts,
+        counts, and streaming. It runs no Python.
         """
-        precision, residency = self.precision, self.residency
-        chosen = len(precision.precisions) > 1
-        if not precision.planned:
-            return f'policy "{self.name}" chooses precisions by code that runs on the host'
-        if precision.renormalizes:
-            return 'skipped_weights = "renormalize" hands weights on, which the host does'
-        if chosen and not precision.thresholds and (precision.heavy_hitters or 1) < 1:
-            return "heavy_share below 1 orders experts by some of a prompt's tokens where no threshold decides"
-        if residency.evicts is not Eviction.COLDEST:
-            return "evicts orders experts by their last use or arrival, and a device evicts the coldest"
-        if residency.rescues:
-            return f'policy "{self.name}" weighs each fetch against the time that steps wait, which the host measures'
-        if not residency.overlaps:
-            return "overlap = false waits for each expert before others are computed"
+        if not self.precision.planned:
+            return f'policy "{self.name}" chooses precisions with Python code, which runs on the host'
         return ""
 
     def staging_slots(self, slots: int) -> int:
-        """Of a precision's slots, how many no layer keeps: for streaming, and for what is fetched ahead."""
+        """Return how many of a precision's slots are staging slots, for streaming and prefetch."""
         if not self.residency.keeps:
             return slots
         usual = max(FEWEST_STAGING, min(_USUAL_STAGING, slots // 8))
@@ -243,7 +256,11 @@ class Policy(BaseModel):
 
 
 class PolicyOptionError(ValueError):
-    """An option, by name, that a policy cannot honour; the message is what is wrong and what to do."""
+    """An invalid option for a policy; the message says what is wrong and what to do.
+
+    Attributes:
+        option: name of the option.
+    """
 
     def __init__(self, option: str, reason: str) -> None:
         super().__init__(reason)

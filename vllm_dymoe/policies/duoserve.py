@@ -1,4 +1,4 @@
-"""DuoServe-MoE: as many slots as a token uses experts, and a trained network that fills them ahead (4.2, 5.1, 5.3)."""
+"""DuoServe-MoE: slots for one token's experts, filled ahead by a trained network (4.2, 5.1, 5.3)."""
 
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -13,17 +13,17 @@ _PAPERS = ("paper", "paper-shared")  # architectures
 
 
 class DuoServe(Policy):
-    """Every expert high, none kept."""
+    """Serves every expert high and keeps none."""
 
     name: ClassVar[str] = "duoserve"
-    summary: ClassVar[str] = "DuoServe-MoE: slots for one token's experts, nothing stays"
+    summary: ClassVar[str] = "DuoServe-MoE: slots for one token's experts, nothing is kept"
     default_budget: ClassVar[ExpertBudget | None] = ExpertBudget(slots="top-k")
     default_host_store: ClassVar[Literal["file", "pinned"] | None] = "pinned"  # 6.1: CUDA pinned memory
 
     paced: bool = True
-    """Whether predictions are acted on less often where they do not pay; the paper acts on all."""
+    """Whether to act on predictions less often where they do not pay; the paper acts on all."""
     network: Literal["any", "paper"] = "any"
-    """What may predict: popularity and every trained predictor, or only the paper's network."""
+    """Allowed predictors: popularity and every trained network, or only the paper's network."""
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
@@ -31,8 +31,10 @@ class DuoServe(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy:
-        """The network, or popularity (Eq. 2) until one is trained. A prefill's first experts come while what is before
-        them computes (5.2), in every layer."""
+        """The paper's network, or popularity (Eq. 2) as long as none is trained.
+
+        In a prefill the first experts of every layer are fetched while the layers before compute (5.2).
+        """
         only_paper = self.network == "paper"
         return PrefetchPolicy(
             "the paper's network" if only_paper else "popularity", self._predictor, takes_predictor=True,
@@ -46,7 +48,7 @@ class DuoServe(Policy):
         assert model.predictor is not None
         if self.network == "paper" and (name := read_card(model.predictor).architecture.get("name")) not in _PAPERS:
             raise PredictorError(
-                f"predictor {model.predictor} is a {name} network, and this policy takes the paper's; train one with "
+                f"predictor {model.predictor} is a {name} network, but this policy needs the paper's; train one with "
                 "`vllm-dymoe train --architecture paper-shared`."
             )
         return found

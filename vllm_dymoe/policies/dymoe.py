@@ -1,9 +1,9 @@
-"""DyMoE: the experts that matter most to a step are high, fewer of them the deeper the layer (4.2 and 4.3).
+"""DyMoE: the most important experts of a step are high, fewer of them in deeper layers (4.2 and 4.3).
 
-A step may hold tokens of several prompts and of several requests that decode. Each phase decides with its own measure:
-the prompts' tokens by heavy hitters, the decoded ones by routing weights, each over the experts that its own tokens use
-and each with a threshold, or Eq. 5. An expert is high if either phase wants it so; a long prompt beside it cannot cost
-a request that decodes its precision. Within a phase requests are one batch: their heavy hitters and weights add up.
+A step may contain tokens of several prompts and of several decoding requests. Each phase measures importance in its own
+way, prompts by heavy hitters and decoded tokens by routing weights, over the experts that its own tokens use, and with
+its own threshold or Eq. 5. An expert is high if either phase wants it high, so a long prompt in the same step never
+lowers the precision of a decoding request. Within a phase, the heavy hitters and weights of all requests add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ from vllm_dymoe.policies.schedule import Schedule
 
 @dataclass(frozen=True)
 class CriticalHigh(PrecisionPolicy):
-    """High for the experts above one threshold, or for as many as a schedule says; low for the others."""
+    """High for experts above a threshold, or for as many as a schedule says; low for the others."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
-    """How many experts are critical, by depth (Eqs. 4 and 5), where there are no thresholds."""
-    high_ahead: bool = False  # of predicted experts only those that will be high are fetched
+    """Number of critical experts by depth (Eqs. 4 and 5), used without thresholds."""
+    high_ahead: bool = False  # fetch only those predicted experts that will be high
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Of ``top_k`` active experts: retention, or what rounding makes of r(l)."""
+        """Return retention, or the rounded r(l), as a share of ``top_k`` active experts; see the base class."""
         high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
         if self.thresholds:
             high = [max(self.schedule.retention, 1 / top_k)] * num_layers
@@ -49,7 +49,12 @@ class CriticalHigh(PrecisionPolicy):
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
 
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
-        """For replays of decode: which experts of a layer are high, by their sums, with a threshold of its own."""
+        """Return a function that chooses a layer's high experts in replayed decode.
+
+        It returns bool [active], and has a threshold of its own.
+
+        It takes the layer and the experts' sums of routing weights.
+        """
         threshold = threshold_for(self.schedule.retention)
 
         def choose(layer: int, sums: Ints) -> NDArray[np.bool_]:
@@ -70,11 +75,14 @@ class CriticalHigh(PrecisionPolicy):
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
         start = int(threshold_for(self.schedule.retention)[0])
         for threshold, curve in zip(self.thresholds, curves, strict=False):
-            if threshold[0] == start:  # it has not moved
+            if threshold[0] == start:  # if it has not moved
                 threshold[:] = threshold_for(self.schedule.retention, curve)
 
     def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
-        """High for as many as the coming layer's t says (Eqs. 5, 7 and 8), or retention; the others low, or not."""
+        """Return high for as many experts as the layer's t_l (Eqs. 5, 7 and 8) or retention says.
+
+        The others are low or skipped.
+        """
         if self.thresholds:
             high = min(named, max(1, round(self.schedule.retention * named)))
         else:
@@ -86,10 +94,10 @@ class CriticalHigh(PrecisionPolicy):
 
 
 class Dymoe(Exact):
-    """High for the critical experts of a step, low for the others; kept and predicted as by ``exact``."""
+    """Serves the critical experts of a step high and the others low; keeps and predicts experts as ``exact`` does."""
 
     name: ClassVar[str] = "dymoe"
-    summary: ClassVar[str] = "DyMoE: experts that matter to the step at `high`, the others at `low`"
+    summary: ClassVar[str] = "DyMoE: the most important experts of a step at `high`, the others at `low`"
     default_low: ClassVar[int] = 2
     precision_parameters: ClassVar[tuple[str, ...]] = (
         "retention",
@@ -100,31 +108,33 @@ class Dymoe(Exact):
     )
 
     retention: float = Field(default=0.75, ge=0, le=1)
-    """r: the average share of a layer's active experts that stay high."""
+    """r: average share of a layer's active experts that are high."""
     high_by: Literal["threshold", "depth", "equal"] = "threshold"
-    """What makes an expert high: a routing weight above one threshold for all layers; or it is among the largest of its
-    layer, fewer the deeper it lies (Eq. 4), or equally many everywhere."""
+    """How high experts are chosen: those whose routing weight exceeds one threshold for all layers; the largest of each
+    layer, fewer in deeper layers (Eq. 4); or equally many in every layer.
+    """
     heavy_share: float = Field(default=1, gt=0, le=1)
-    """Share of a prompt's tokens that count, those that attention dwells on (heavy hitters)."""
+    """Share of a prompt's tokens that count: those that get the most attention (heavy hitters)."""
     rounding: Literal["up", "nearest"] = "up"
-    """Of the number of high experts where no threshold decides (Eq. 5: up)."""
+    """Rounding of the number of high experts, used without a threshold (Eq. 5 rounds up)."""
     skipped_weights: Literal["keep", "renormalize"] = "keep"
-    """Weights of skipped experts: lost, or handed to the token's others."""
+    """What happens to the routing weights of skipped experts: they are lost, or go to the token's other experts."""
     ahead: Literal["all", "high"] = "all"
     """Which predicted experts are fetched: all, or only those that will be high (the paper)."""
     reuse_high: bool = True
-    """Whether a low expert is computed high where its high version is on the device."""
+    """Whether an expert that is wanted low is computed high if its high version is resident."""
 
-    _around: tuple[int, int] = PrivateAttr((0, 0))  # MoE layers of other stages
+    _around: tuple[int, int] = PrivateAttr((0, 0))  # MoE layers of earlier and of later stages
 
     def of_stage(self, before: int, behind: int) -> "Dymoe":
-        placed = type(self)(**{name: getattr(self, name) for name in type(self).model_fields})  # and not its precision
+        # A new object, whose precision is not cached yet.
+        placed = type(self)(**{name: getattr(self, name) for name in type(self).model_fields})
         placed._around = before, behind
         return placed
 
     @cached_property
     def precision(self) -> CriticalHigh:
-        """Both precisions, or only one at the two ends of the scale, where there is nothing to choose."""
+        """Both precisions; only one if retention is 0 or 1."""
         by_threshold = self.high_by == "threshold" and 0 < self.retention < 1
         return CriticalHigh(
             frozenset(

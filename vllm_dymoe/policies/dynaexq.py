@@ -1,4 +1,4 @@
-"""DynaExq: every expert is there in some version, those that traffic dwells on in the high one (3.1 to 3.5)."""
+"""DynaExq: every expert is resident in some version, the most used ones in the high version (3.1 to 3.5)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from vllm_dymoe.policies.base import Migrating, Policy, PrecisionPolicy, Residen
 
 @dataclass(frozen=True)
 class AsResident(PrecisionPolicy):
-    """Low will do: an expert whose high version is there is computed high."""
+    """Wants every expert low; one whose high version is resident is computed high."""
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
         return {Precision.HIGH: [0.0] * num_layers, Precision.LOW: [1.0] * num_layers}
@@ -28,10 +28,10 @@ class AsResident(PrecisionPolicy):
 
 
 class DynaExq(Migrating, Policy):
-    """The version that is resident serves."""
+    """Serves the resident version of every expert."""
 
     name: ClassVar[str] = "dynaexq"
-    summary: ClassVar[str] = "DynaExq: every expert there, the hottest at `high`, the others at `low`, and no waiting"
+    summary: ClassVar[str] = "DynaExq: every expert resident, the hottest at `high`, the others at `low`; no step waits"
 
     @cached_property
     def precision(self) -> PrecisionPolicy:
@@ -39,5 +39,5 @@ class DynaExq(Migrating, Policy):
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        """Every expert is there, so that nothing is left for a device to decide."""
+        """Return "": a device can plan these steps, since every expert is resident."""
         return ResidencyPolicy(migrating=Migrating(**{name: getattr(self, name) for name in Migrating.model_fields}))

@@ -1,4 +1,4 @@
-"""The default: every expert high, the hottest kept, and the next layer's gate asked ahead (DyMoE 4.4.1)."""
+"""The default policy: every expert high, the hottest kept, the next layer's gate predicts (DyMoE 4.4.1)."""
 
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,17 +14,20 @@ _MOST_LAYERS = 1 << 16  # more than any model has
 
 
 class Exact(Policy):
-    """Nothing changes but where experts are."""
+    """Serves every expert high, so that outputs do not depend on residency."""
 
     name: ClassVar[str] = "exact"
     summary: ClassVar[str] = "every expert at `high`, the hottest kept"
 
     look_ahead: int = Field(default=1, ge=0, le=_MOST_LAYERS)
-    """Layers ahead that gates, or a predictor, are asked about; more where experts come from a disk, 0 for none."""
+    """How many layers ahead gates, or a trained predictor, are evaluated; more if experts are on disk, 0 for no
+    prediction.
+    """
 
     evicts: Evicts = "coldest"
-    """Which expert of a layer leaves first: the coldest; or, where the host plans, the one whose last use is longest
-    ago (LRU), or that came first."""
+    """Which expert of a layer is evicted first: the coldest; with host-side planning also the least recently used
+    (LRU), or the first admitted.
+    """
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
@@ -32,7 +35,7 @@ class Exact(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
-        """The next layers' gates on this layer's input, or the trained predictor that was given."""
+        """The next layers' gates, evaluated on this layer's input; or the given trained predictor."""
         if not self.look_ahead:
             return None
         asked: dict[str, Any] = {"layers": self.look_ahead, "needs_gates": True, "takes_predictor": True, "paced": True}

@@ -1,4 +1,4 @@
-"""FIRM-MoE: experts that several layers agree on are fetched ahead in parts, as often as HEOP finds it worth."""
+"""FIRM-MoE: experts that several layers agree on are prefetched in parts; HEOP tunes how many."""
 
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -12,28 +12,28 @@ from vllm_dymoe.prefetch.side_stream import make_side_stream
 from vllm_dymoe.prefetch.tuner import Heop, Setting
 
 _LARGEST_P = 6
-_LARGEST_K = 2  # times the experts per token
+_LARGEST_K = 2  # multiple of the experts per token
 
 
 class Firm(Policy):
-    """Every expert high; HEOP alone says how many are fetched ahead (Algorithm 1)."""
+    """Serves every expert high; HEOP alone tunes the number of prefetched experts (Algorithm 1)."""
 
     name: ClassVar[str] = "firm"
-    summary: ClassVar[str] = "FIRM-MoE: what several layers agree on is fetched ahead, tuned while serving"
+    summary: ClassVar[str] = "FIRM-MoE: prefetches the experts that several layers agree on, tuned while serving"
 
     projections: int = Field(default=2, ge=1, le=3)
-    """n: projections of an expert that are fetched ahead; the paper has 1 for small models."""
+    """n: projections of an expert that are fetched ahead; the paper uses 1 for small models."""
 
     k: int | None = Field(default=None, ge=1)
-    """K that HEOP begins with: experts that each layer names; as many as a token uses if null."""
+    """Initial K of HEOP: experts that each layer names; null for the number of experts per token."""
     p: int = Field(default=3, ge=1)
-    """P that HEOP begins with: layers that meet."""
+    """Initial P of HEOP: layers that take part in a meeting."""
     search: Literal["from the best", "as printed"] = "from the best"
-    """How HEOP walks: from the best in each direction in turn; or as the paper's Algorithm 1 has it, where K and P
-    move one way each."""
+    """How HEOP searches: from the best setting, one direction after another; or as Algorithm 1 is printed, where K and
+    P each move in one direction only.
+    """
     evicts: Evicts = "coldest"
-    """Which expert of a layer leaves first: the coldest, the one whose last use is longest ago (LRU), or that came
-    first."""
+    """Which expert of a layer is evicted first: the coldest, the least recently used (LRU), or the first admitted."""
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
@@ -41,8 +41,11 @@ class Firm(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy:
-        """Meeting of Layers (Eqs. 5 and 6), with as many slots as a token has experts. Of up to twice as many that are
-        named, these are on the device already or worth less than what the slots would keep."""
+        """Meeting of Layers (Eqs. 5 and 6), with as many staging slots as a token has experts.
+
+        Up to twice as many experts are named, but the rest of these are resident, or worth less than what their slots
+        could keep.
+        """
         return PrefetchPolicy(
             "meeting of layers",
             self._predictor,

@@ -1,4 +1,4 @@
-"""MoESys: while a layer computes, all experts of the next one are fetched (a baseline of DuoServe-MoE, section 6.1)."""
+"""MoESys: while a layer computes, all experts of the next one are fetched (a baseline in DuoServe-MoE, section 6.1)."""
 
 from functools import cached_property
 from typing import ClassVar
@@ -9,10 +9,10 @@ from vllm_dymoe.prefetch.popularity import AllExperts
 
 
 class LayerPrefetch(Policy):
-    """Slots for a whole layer's experts, and nothing stays."""
+    """Has slots for a whole layer's experts, and keeps none."""
 
     name: ClassVar[str] = "layer-prefetch"
-    summary: ClassVar[str] = "MoESys: all experts of the next layer are fetched while one computes, and nothing stays"
+    summary: ClassVar[str] = "MoESys: fetches all experts of the next layer while one computes, and keeps none"
     default_budget: ClassVar[ExpertBudget | None] = ExpertBudget(slots="layer")
 
     @cached_property

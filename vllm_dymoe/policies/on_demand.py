@@ -1,5 +1,7 @@
-"""On-demand loading: an expert comes when its router has named it, and nothing stays (a baseline of both DyMoE and
-DuoServe-MoE, who measure Hugging Face Accelerate)."""
+"""On-demand loading: experts are fetched after routing, and none is kept.
+
+A baseline of both DyMoE and DuoServe-MoE, which measure Hugging Face Accelerate.
+"""
 
 from functools import cached_property
 from typing import ClassVar
@@ -8,13 +10,13 @@ from vllm_dymoe.policies.base import Policy, ResidencyPolicy
 
 
 class OnDemand(Policy):
-    """Every step fetches all that it needs."""
+    """Fetches every expert of every step."""
 
     name: ClassVar[str] = "on-demand"
-    summary: ClassVar[str] = "Accelerate: an expert comes when it is needed, and nothing stays"
+    summary: ClassVar[str] = "Accelerate: fetches every expert when it is needed, and keeps none"
 
     overlap: bool = True
-    """Whether experts arrive while others are computed; Accelerate's do not."""
+    """Whether experts arrive while others are computed; Accelerate does not overlap them."""
 
     @cached_property
     def residency(self) -> ResidencyPolicy:

@@ -1,8 +1,7 @@
-"""Four policies exactly as their papers have them, as far as that can be: other defaults, and nothing else.
+"""Four policies that follow their papers as closely as possible; they differ only in their defaults.
 
-What cannot be as in the paper is in docs/options.md. Numbers that a paper leaves open are ours: the share of heavy
-hitters (DyMoE has "top-k" tokens), alpha and margin (DynaExq), and HEOP's first K and P, which are those of FIRM-MoE's
-ablation.
+docs/options.md lists the differences that remain. Numbers that a paper leaves open are ours: the share of heavy hitters
+(DyMoE: "top-k" tokens), alpha and margin (DynaExq), and HEOP's first K and P, which are those of FIRM-MoE's ablation.
 """
 
 from typing import ClassVar, Literal
@@ -17,7 +16,7 @@ from vllm_dymoe.policies.firm import Firm
 
 
 class DymoePaper(Dymoe):
-    """Eqs. 1 to 8, with the ceiling of Eq. 5, and LRU."""
+    """Eqs. 1 to 8, with the ceiling of Eq. 5 and LRU."""
 
     name: ClassVar[str] = "dymoe-paper"
     summary: ClassVar[str] = "DyMoE's Eqs. 1 to 8: heavy hitters in prompts, fewer high experts in deeper layers, LRU"
@@ -29,10 +28,10 @@ class DymoePaper(Dymoe):
 
 
 class DuoServePaper(DuoServe):
-    """The paper's network, acted on in every step."""
+    """The paper's network, used in every step."""
 
     name: ClassVar[str] = "duoserve-paper"
-    summary: ClassVar[str] = "DuoServe-MoE with the paper's network, from `predictor`, acted on in every step"
+    summary: ClassVar[str] = "DuoServe-MoE with the paper's network (set `predictor`), used in every step"
 
     paced: bool = False
     network: Literal["any", "paper"] = "paper"
@@ -51,7 +50,7 @@ class FirmPaper(Firm):
 
 
 class DynaExqPaper(DynaExq):
-    """Of each layer the n experts that are used most, by an average over windows of time alone."""
+    """The n most used experts of each layer are high, by an average over windows of time."""
 
     name: ClassVar[str] = "dynaexq-paper"
     summary: ClassVar[str] = "DynaExq's top-n of each layer at `high`, by an average of uses over windows of time"

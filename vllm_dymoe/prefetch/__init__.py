@@ -1,4 +1,4 @@
-"""Which experts come next: one predictor for each idea, over one interface."""
+"""Predictors of experts, one for each idea, with one interface."""
 
 from vllm_dymoe.prefetch.base import Candidate, Measured, PredictionStats, Predictor
 from vllm_dymoe.prefetch.checkpoint import PredictorError

@@ -1,4 +1,4 @@
-"""Predictors answer which experts the coming layers will want; measuring them tells how right they were."""
+"""The interface of predictors, which predict experts of later layers, and statistics of their accuracy."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,51 +20,52 @@ if TYPE_CHECKING:  # it asks gates, which name candidates
 
 
 class Candidate(NamedTuple):
-    """An expert that a coming layer will probably want."""
+    """An expert that a later layer will probably want."""
 
-    layer: int  # position of its layer among the model's MoE layers, later than the one that was observed
-    expert: int  # its number on this rank
+    layer: int  # position of its layer among the model's MoE layers, after the observed one
+    expert: int  # the rank's number of the expert
 
 
 class Predictor(ABC):
-    """Predicts experts, and knows nothing of slots, bytes and transfers."""
+    """Predicts experts; knows nothing of slots, bytes and transfers."""
 
     tells_phases: ClassVar[bool] = False
-    """In a step of prompts and decoding requests it has to be told which rows are which."""
+    """Whether a step with prompts and decoding requests must say which rows are which."""
     _side_stream: Inline = Inline()
-    _read: Callable[[], Answer] | None = None  # gives what was begun
+    _read: Callable[[], Answer] | None = None  # returns the answer that was started
 
     def __init__(self, side_stream: Inline | None = None) -> None:
         self._side_stream = side_stream or self._side_stream
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes; 0 without weights of its own."""
+        """Device memory in bytes; 0 without weights of its own."""
         return 0
 
     @property
     def settled(self) -> bool:
-        """Whether it has stopped tuning itself, if it does so."""
+        """Whether it has stopped tuning itself, if it does."""
         return True
 
     @property
     def answers_later(self) -> bool:
-        """Whether to call ``begin`` at once, and to ask for the answer when the layer's first experts have been
-        enqueued.
+        """Whether to call ``begin`` at once, and to take the answer later.
+
+        The answer is taken when the layer's first experts have been enqueued.
         """
         return self._side_stream.answers_later
 
     def begin_step(self, phase: Phase) -> None:  # noqa: B027
-        """A step of requests begins; none of its layers has been observed."""
+        """Begin a step of requests, none of whose layers has been observed."""
 
     def observe(self, routing: Routing) -> None:  # noqa: B027
-        """See what a layer's router decided. Called for every MoE layer of every step, in order; must be cheap."""
+        """See a layer's routing; called for every MoE layer of every step, in order, so it must be cheap."""
 
     def begin(self, layer: int) -> None:  # noqa: B027
-        """Compute on the side stream what ``predict`` will be asked for."""
+        """Start to compute on the side stream what ``predict`` will return."""
 
     def slots_changed(self) -> None:  # noqa: B027
-        """From now on layers find experts in another cache."""
+        """Handle a change of slots: from now on layers have another cache."""
 
     def on_device(self, table: Table, experts: ModelExperts) -> "DevicePredictor | None":
         """Return what names experts in small-batch steps that the device plans; None if nothing does.
@@ -84,20 +85,20 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Return experts that layers after ``layer``, which was observed last, will want, the most useful first."""
+        """Return experts that layers after ``layer``, the last observed one, will want; the most useful first."""
 
 
 @dataclass
 class PredictionStats:
-    """How right a predictor is (FIRM-MoE), summed over all layers and steps in which it was asked, answers or not.
+    """Accuracy of a predictor (FIRM-MoE), summed over all layers and steps with a prediction, even an empty one.
 
     correct / needed is prediction accuracy (Eq. 7), correct / predicted is expert utilisation (Eq. 8). Predicted
     experts count whether or not they were then prefetched.
     """
 
-    predicted: int = 0  # experts that were named for a coming layer
-    needed: int = 0  # experts that routers chose in layers for which the predictor was asked
-    correct: int = 0  # experts that are in both
+    predicted: int = 0  # experts predicted for later layers
+    needed: int = 0  # experts that routers chose in layers with a prediction
+    correct: int = 0  # experts in both
 
     def add(self, asked: int, predicted: int, needed: int, correct: int, *others: int) -> None:
         """Add what a device has counted, in the order of PredictionCount."""
@@ -107,7 +108,7 @@ class PredictionStats:
 
 
 class Measured:
-    """A predictor, its statistics, and ``seconds`` of host time that its predictions took."""
+    """A predictor with statistics, and ``seconds`` of host time that its predictions took."""
 
     def __init__(self, predictor: Predictor, before: "Measured | None" = None) -> None:
         """Continue the counts of the predictor ``before`` it, if there was one."""
@@ -132,7 +133,7 @@ class Measured:
 
     def observe(self, routing: Routing) -> None:
         predicted = self._predicted.pop(routing.layer, None)
-        if routing.layer == 0:  # whatever a step that failed in the middle has left
+        if routing.layer == 0:  # discard what a failed step left
             self._predicted.clear()
         if predicted is not None:
             self.stats.predicted += len(predicted)

@@ -26,18 +26,18 @@ class PredictorError(ValueError):
 
 @dataclass(frozen=True)
 class PredictorCard:
-    """What a predictor is for, how it was trained, and how good it is."""
+    """The model of a predictor, its training, and its accuracy."""
 
-    header: ModelIdentity  # the model that it is for, its fingerprint and sizes
-    architecture: Mapping[str, Any] = field(default_factory=dict)  # name and numbers of the network
-    trace: Mapping[str, Any] = field(default_factory=dict)  # what it was trained on: path, tokens, requests
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # hit rates on requests that were held out
+    header: ModelIdentity  # identity of the model: fingerprint and sizes
+    architecture: Mapping[str, Any] = field(default_factory=dict)  # name and sizes of the network
+    trace: Mapping[str, Any] = field(default_factory=dict)  # training data: path, tokens, requests
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # hit rates on held-out requests
     seed: int = 0  # of the training
     version: str = ""  # of vllm-dymoe that trained it
     format: int = PREDICTOR_FORMAT  # of the file
 
     def check(self, path: Path, here: ModelIdentity) -> None:
-        """PredictorError for the file of a predictor that was trained for another model than the one that runs here."""
+        """Raise PredictorError if the predictor was trained for another model than the one that runs here."""
         for name, what in (
             ("num_layers", "MoE layers"),
             ("num_experts", "experts in a layer"),
@@ -47,12 +47,12 @@ class PredictorCard:
             theirs, ours = getattr(self.header, name), getattr(here, name)
             if theirs != ours:
                 raise PredictorError(
-                    f"predictor {path} was trained for {self.header.model}, which has {theirs} {what} where this model "
+                    f"predictor {path} was trained for {self.header.model}, which has {theirs} {what}, but this model "
                     f"has {ours} on this rank; train one for this model with `vllm-dymoe train`."
                 )
         if self.header.fingerprint != here.fingerprint:
             raise PredictorError(
-                f"predictor {path} was trained for {self.header.model} with the weights {self.header.fingerprint}, and "
+                f"predictor {path} was trained for {self.header.model} with the weights {self.header.fingerprint}, but "
                 f"this model has others ({here.fingerprint}); train one for it with `vllm-dymoe train`."
             )
         if worse := worse_than_next_gate(self.metrics):
@@ -60,15 +60,14 @@ class PredictorCard:
 
 
 def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
-    """Why a predictor is worth less than asking the next layer's gate, which is free; empty if it is not, or if
-    nothing is known about the gate."""
+    """Return why a predictor is worse than the next layer's gate, which is free; empty if it is not, or if unknown."""
     rates = {
         name: metrics[name]["accuracy"] for name in ("trained", "next gate") if "accuracy" in metrics.get(name, {})
     }
     if len(rates) < 2 or rates["trained"] >= rates["next gate"]:
         return ""
     return (
-        f"of the experts that tokens chose it names {rates['trained']:.1%}, and the next layer's gate, which needs no "
+        f"it predicts {rates['trained']:.1%} of the chosen experts, but the next layer's gate, which needs no "
         f"training, {rates['next gate']:.1%} (on tokens that it was not trained on); train on more tokens, or with the "
         "architecture linear+input, or serve without it."
     )
@@ -85,12 +84,15 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
 
 
 def read_card(path: Path) -> PredictorCard:
-    """The card alone; PredictorError if the file is not there, cut off, damaged or none of ours."""
+    """Return the card; PredictorError if the file is missing, truncated, damaged or not a predictor."""
     return _read(path)[0]
 
 
 def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
-    """Card and network, in float16 on the CPU; PredictorError as ``read_card``, or if tensors do not fit the card."""
+    """Return card and network, in float16 on the CPU.
+
+    Raises PredictorError like ``read_card``, and if tensors do not fit the card.
+    """
     card, tensors = _read(path, with_tensors=True)
     sizes = card.header
     try:
@@ -103,7 +105,7 @@ def load_predictor(path: Path) -> tuple[PredictorCard, FoldedMLP]:
             found += list(network.recent.shape)
             expected += [sizes.num_layers - 1, sizes.num_experts, width]
         elif len(network.tables) != sizes.num_layers - 1:
-            raise ValueError("one table serves all layers, and none says what each adds")
+            raise ValueError("one table serves all layers, but the table of what each layer adds is missing")
         if network.gates is not None:
             found += list(network.gates.shape[1:])
             expected += [sizes.hidden, width]
@@ -136,11 +138,11 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != _KIND:
-                raise PredictorError(f"{path} is a safetensors file, but no predictor of `vllm-dymoe train`.")
+                raise PredictorError(f"{path} is a safetensors file, but not a predictor of `vllm-dymoe train`.")
             described = json.loads(metadata["card"])
             if described.get("format") != PREDICTOR_FORMAT:
                 raise PredictorError(
-                    f"predictor {path} has format {described.get('format')}, and this vllm-dymoe reads "
+                    f"predictor {path} has format {described.get('format')}, but this vllm-dymoe reads "
                     f"{PREDICTOR_FORMAT}; train it again, or use the version that wrote it."
                 )
             described["header"].pop("format", None)  # of the trace, which older files have here
@@ -148,7 +150,7 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
             if not all(
                 isinstance(n, int) for n in (header.num_layers, header.num_experts, header.top_k, header.hidden)
             ):
-                raise TypeError("its sizes are no numbers")
+                raise TypeError("its sizes are not numbers")
             described["metrics"] = _METRICS.validate_python(described.get("metrics", {}))
             card = PredictorCard(**described)
             names = file.keys() if with_tensors else ()
@@ -160,4 +162,6 @@ def _read(path: Path, *, with_tensors: bool = False) -> tuple[PredictorCard, dic
 
 
 def _damaged(path: Path, reason: str) -> PredictorError:
-    return PredictorError(f"{path} cannot be read as a predictor ({reason}); it is cut off, damaged or foreign.")
+    return PredictorError(
+        f"{path} cannot be read as a predictor ({reason}); it is truncated, damaged or another kind of file."
+    )

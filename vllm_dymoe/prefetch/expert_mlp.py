@@ -1,4 +1,4 @@
-"""ExpertMLP: a network that names the next layer's experts (DuoServe-MoE, section 4.2).
+"""ExpertMLP: a network that predicts the next layer's experts (DuoServe-MoE, section 4.2).
 
 For layer l, with E_m the experts that a token chose in layer m, the state is
 
@@ -6,13 +6,13 @@ For layer l, with E_m the experts that a token chose in layer m, the state is
     s_l = [h_l, p_l, a_(l-1),l]                       with popularity and affinity of l            (Eq. 5)
 
 and f(s_l) has one logit for each expert of layer l. The paper has one network of seven linear layers, 2048 to 64 wide;
-each but the last is followed by batch normalisation, ReLU and dropout. That it serves all layers follows from a history
-that is padded to a fixed length; only p_l and the length of h_l tell layers apart. That is "paper-shared", 13 MB for
+each but the last is followed by batch normalisation, ReLU and dropout. It serves all layers, because the history is
+padded to a fixed length; only p_l and the length of h_l distinguish layers. This is "paper-shared", 13 MB for
 Mixtral-8x7B in float32. "paper" has such a network for each layer.
 
-The history is ones among zeros here, where the paper pads indices with zeros: an expert's number is a name and no
-amount. The affinity rows of the experts in E_(l-1) are averaged, so that they weigh alike in whatever order they were
-chosen. Both make the first linear layer a sum over experts, which is what ``folded`` lives on.
+The history is one-hot here, whereas the paper pads indices with zeros: an expert's number is a name, not a quantity.
+The affinity rows of the experts in E_(l-1) are averaged, so that they count equally in whatever order they were chosen.
+Both make the first linear layer a sum over experts, which ``folded`` exploits.
 
 Beyond the paper a network may see the router's input of layer l-1, and may have no hidden layer at all.
 """
@@ -26,23 +26,23 @@ from torch import nn
 
 from vllm_dymoe.experts.identity import ModelIdentity
 
-_CERTAINTY = 6.0  # logits between an expert that affinity is sure of and one that it rules out
+_CERTAINTY = 6.0  # logits between a certain expert and an excluded one, by affinity
 PAPER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What kind of network it is."""
+    """The kind and sizes of a network."""
 
-    widths: tuple[int, ...] = PAPER_WIDTHS  # of the hidden layers; none for a linear model
-    history: int = 0  # how many of the layers before it a layer is told of; 0 for all of them
-    shared: bool = False  # one network for all layers, in place of one for each
+    widths: tuple[int, ...] = PAPER_WIDTHS  # of the hidden layers; empty for a linear model
+    history: int = 0  # number of previous layers that a layer sees; 0 for all of them
+    shared: bool = False  # one network for all layers, instead of one for each
     router_input: bool = False  # whether it sees the router's input of the layer before
-    dropout: float = 0.1  # share of hidden values that training leaves out
+    dropout: float = 0.1  # dropout rate in training
 
     @property
     def by_least_squares(self) -> bool:
-        """Whether it is trained by ``linear``, from the model's gates, and not by gradient descent."""
+        """Whether it is trained by ``linear``, from the model's gates, instead of by gradient descent."""
         return not self.widths and self.router_input
 
 
@@ -53,18 +53,20 @@ ARCHITECTURES = {
     "paper-shared": Architecture(shared=True),
     "linear": Architecture((), history=2),
 }
-"""By name, as ``vllm-dymoe train --architecture`` takes them, the default first."""
+"""Architectures by name, as ``vllm-dymoe train --architecture`` takes them, the default first."""
 
 
 def chosen(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Experts as ones among zeros: [..., top_k] int -> float32 [..., num_experts]."""
+    """Return experts as one-hot sums: [..., top_k] int -> float32 [..., num_experts]."""
     ones = torch.zeros(*experts.shape[:-1], num_experts, device=experts.device)
     return ones.scatter_(-1, experts.long(), 1.0)
 
 
 class States(nn.Module):
-    """Makes s_l (Eq. 5) of what earlier layers chose, with popularity float32 [layers, experts] (Eq. 2) and affinity
-    float32 [layers - 1, experts, experts] (Eq. 3)."""
+    """Makes states s_l (Eq. 5) from what earlier layers chose.
+
+    ``popularity`` is float32 [layers, experts] (Eq. 2), ``affinity`` float32 [layers - 1, experts, experts] (Eq. 3).
+    """
 
     popularity: torch.Tensor
     affinity: torch.Tensor
@@ -89,8 +91,11 @@ class States(nn.Module):
         return self.history * experts, experts, experts, self.sizes.hidden if self.architecture.router_input else 0
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """s_l of a layer l, from 1: float32 [tokens, sum of parts], in h_l the layer before first. ``experts`` int
-        [tokens, l or more, top_k] were chosen before it, ``router_input`` is [tokens, hidden] of layer l-1."""
+        """Return s_l of a layer l, from 1: float32 [tokens, sum of parts], with the previous layer first in h_l.
+
+        ``experts`` int [tokens, l or more, top_k] were chosen before it, ``router_input`` is [tokens, hidden] of layer
+        l-1.
+        """
         tokens, count = len(experts), self.sizes.num_experts
         seen = min(self.history, layer)
         recent = experts[:, layer - seen : layer].flip(1)
@@ -119,7 +124,10 @@ class ExpertMLP(nn.Module):
 
     @torch.no_grad()
     def _begin_with_affinity(self) -> None:
-        """Without a hidden layer, first name what affinity names: few tokens then cost nothing, and many add to it."""
+        """Without a hidden layer, start from affinity.
+
+        With few training tokens nothing is lost, and more improve on it.
+        """
         before = sum(self.states.parts[:2])
         for network in self.networks:
             assert isinstance(network, nn.Sequential)
@@ -136,7 +144,7 @@ class ExpertMLP(nn.Module):
         return network
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of a layer's experts: float32 [tokens, num_experts]; arguments as :class:`States` has them."""
+        """Return logits of a layer's experts: float32 [tokens, num_experts]; arguments as for :class:`States`."""
         return self.network(layer)(self.states(layer, experts, router_input))
 
 

@@ -1,18 +1,19 @@
-"""A trained ExpertMLP as it runs: batch normalisation inside the matrices, and the first matrix a table.
+"""A trained ExpertMLP for inference: batch normalisation is folded into the matrices, the first matrix is a table.
 
-Of s_l = [h_l, p_l, a_l-1,l] the first linear layer makes
+The first linear layer maps s_l = [h_l, p_l, a_l-1,l] to
 
     W s_l + b = sum over m and e in E_m of W_h[m, e]  +  W_a (mean over e in E_l-1 of A[e])  +  (W_p p_l + b)
 
-Everything but the experts is known beforehand. With k experts in each E_m it is a sum of rows of one table for each l,
+Everything except the experts is known beforehand. With k experts in each E_m it is a sum of rows of one table for each
+l,
 
     T_l[m, e] = W_h[m, e] + (m = l-1) (W_a A_l-1,l[e] + W_p p_l + b) / k
 
-so that the first layer costs k rows for each layer of history, however wide the state is. A network that serves all
-layers has one W_h: there the second term is a table of its own, of E rows for each l.
+so the first layer costs k rows for each layer of history, however wide the state is. A network that serves all layers
+has one W_h: there the second term is a table of its own, of E rows for each l.
 
 A linear network that sees the router's input may also have been trained for layers further ahead: for each number of
-layers d it has a table and a matrix of its own, of what it is told d layers before.
+layers d it has a table and a matrix for what it saw d layers before.
 """
 
 from collections.abc import Mapping
@@ -25,32 +26,32 @@ from vllm_dymoe.trace.gates import find_correction
 
 
 class FoldedMLP:
-    """A network for every layer but the first, of tensors by name; KeyError if one is missing."""
+    """A network for every layer but the first, from tensors by name; KeyError if one is missing."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
         self.tables = tensors["tables"]
-        """[layers - 1 or 1, history * experts, width]; the layer that was chosen last comes first."""
+        """[layers - 1 or 1, history * experts, width]; the last layer comes first."""
         self.recent = tensors.get("recent")
-        """[layers - 1, experts, width], added for the layer that was chosen last; None where it is in ``tables``."""
+        """[layers - 1, experts, width], added for the last layer; None if it is part of ``tables``."""
         self.gates = tensors.get("gates")
-        """[layers - 1 or 1, hidden, width], what the router's input is multiplied with; None if it is not seen."""
+        """[layers - 1 or 1, hidden, width], multiplies the router's input; None if that is not used."""
         later = range(sum(name.startswith("matrix.") for name in tensors))
         self.matrices = [tensors[f"matrix.{number}"] for number in later]
         """For each later linear layer, [layers - 1 or 1, width, next width]."""
         self.biases = [tensors[f"bias.{number}"] for number in later]
-        """Of these, [layers - 1 or 1, next width]."""
+        """Biases of the later linear layers, [layers - 1 or 1, next width]."""
         self.popularity = tensors["popularity"]
-        """[layers, experts], Eq. 2, for steps in which the network is not asked."""
+        """[layers, experts], Eq. 2, for steps in which the network is not used."""
         self.scoring, self.correction = find_correction(tensors)
-        """float32 [layers, experts], which routers add to their scores where experts are chosen; None without."""
+        """float32 [layers, experts], which routers add to their scores to choose experts; None if they add nothing."""
         self.further: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tables [layers - d, experts, experts] and gates [layers - d, hidden, experts] for d = 2, 3, ..."""
         while (name := f"tables.{2 + len(self.further)}") in tensors:
             self.further.append((tensors[name], tensors[f"gates.{2 + len(self.further)}"]))
         self.num_layers, self.num_experts = self.popularity.shape
         self.history = self.tables.shape[1] // self.num_experts
-        self._tables = self.tables.unbind()  # a view made once, not in every layer of every step
+        self._tables = self.tables.unbind()  # views made once, not in every layer of every step
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +59,11 @@ class FoldedMLP:
 
     @property
     def look_ahead(self) -> int:
-        """How many layers after the one that was observed it knows something about."""
+        """How many layers after the observed one it can predict."""
         return 1 + len(self.further)
 
     def nearest(self, layers: int) -> "FoldedMLP":
-        """The same for at most so many layers ahead."""
+        """Return the network for at most ``layers`` layers ahead."""
         far = {f"{kind}.{ahead}" for kind in ("tables", "gates") for ahead in range(layers + 1, self.look_ahead + 1)}
         return FoldedMLP({name: tensor for name, tensor in self.tensors.items() if name not in far})
 
@@ -70,8 +71,13 @@ class FoldedMLP:
         return FoldedMLP({name: tensor.to(device, dtype).contiguous() for name, tensor in self.tensors.items()})
 
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """The history with one more layer, whose choices are int [tokens, top_k], and of the layers ``before``, None
-        for the first: rows of a table, [tokens, top_k of each layer that is remembered], the last layer first."""
+        """Return the history with one more layer, the last first.
+
+        It contains rows of a table, [tokens, top_k of each remembered layer].
+
+        ``experts`` int [tokens, top_k] are the layer's choices, ``before`` is the previous history, None for the first
+        layer.
+        """
         if self.history == 1:
             return experts
         if before is None:
@@ -81,8 +87,11 @@ class FoldedMLP:
         return torch.cat((experts, before + self.num_experts), 1)
 
     def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None, ahead: int = 1) -> torch.Tensor:
-        """Scores of a layer's experts, from 1: [tokens, num_experts] in the network's dtype. ``rows`` are choices of
-        layers before, as ``remember`` has them, ``router_input`` is [tokens, hidden] of the layer ``ahead`` before."""
+        """Return scores of a layer's experts, from layer 1: [tokens, num_experts] in the network's dtype.
+
+        ``rows`` are earlier choices, as ``remember`` returns them; ``router_input`` is [tokens, hidden] of the layer
+        ``ahead`` layers before.
+        """
         if ahead == 1:
             x = self._next_logits(layer, rows, router_input)
         else:
@@ -110,7 +119,7 @@ class FoldedMLP:
 
 @torch.no_grad()
 def fold(model: ExpertMLP) -> FoldedMLP:
-    """A model as it runs, in float32; the model stays as it is."""
+    """Return a model for inference, in float32; the model is not changed."""
     states = model.states
     top_k = states.sizes.top_k
     tables, recents, gates, later = [], [], [], []
@@ -138,13 +147,13 @@ def fold(model: ExpertMLP) -> FoldedMLP:
 
 
 def _sum_of_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Of [entries, width], for each token's rows [tokens, n]: [tokens, width]."""
+    """Return sums of rows of a table [entries, width], given each token's rows [tokens, n]: [tokens, width]."""
     found = table.index_select(0, rows.flatten())
     return found.sum(0, keepdim=True) if len(rows) == 1 else found.view(*rows.shape, -1).sum(1)
 
 
 def _without_normalisation(network: nn.Sequential) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights and biases of the linear layers, with what normalises their results in them."""
+    """Return weights and biases of the linear layers, with the following normalisation folded in."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in network:
         if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""What a predictor may know of the model: above all its routers, which can be asked about another layer's input."""
+"""What a predictor may know of the model, above all its routers, which can be evaluated on other layers' inputs."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from vllm_dymoe.prefetch.base import Candidate, rank
 from vllm_dymoe.trace.gates import GateWeights
 
 FAR = 4
-"""Layers ahead that are worth asking about where a disk has to be read: it takes as long as several layers compute."""
+"""Useful number of layers ahead if experts are on disk: a read takes as long as several layers compute."""
 
 _CPU = torch.device("cpu")
-_ASKED_AT_ONCE = 256  # unit vectors, to take little memory
+_ASKED_AT_ONCE = 256  # unit vectors at a time, to limit memory
 
 
 def weights_of(gates: Sequence["Gate"], hidden: int, device: torch.device) -> GateWeights:
-    """Return all gates of a model as numbers, for training."""
+    """Return all gates of a model as matrices, for training."""
     weights, biases = zip(*(gate.matrix(hidden, device) for gate in gates), strict=True)
     correction = None
     if any(gate.correction is not None for gate in gates):
@@ -38,14 +38,15 @@ class Gate:
     correction: torch.Tensor | None = None
     """float32 [experts], added to the scores for choosing only (DeepSeek-V3, GLM-4, Ernie-4.5)."""
     groups: int = 0
-    """Groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3)."""
-    top_groups: int = 0  # see ``groups``
+    """Number of groups of experts, of which only ``top_groups`` are chosen from; 0 for no groups (DeepSeek-V2, -V3)."""
+    top_groups: int = 0  # number of groups that are chosen from
     local: Sequence[int] | None = None
-    """This rank's number of each expert, negative for another rank's; None where the rank has all of them."""
+    """This rank's number of each expert, negative for another rank's; None if the rank has all experts."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores that the router chooses by: [tokens, hidden] to float32 [tokens, experts], -inf in unchosen
-        groups.
+        """Return the scores by which the router chooses: [tokens, hidden] to float32 [tokens, experts].
+
+        Experts in groups that are not chosen get -inf.
         """
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
@@ -69,15 +70,19 @@ class Gate:
     def named(
         self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> list[Candidate]:
-        """Return this rank's experts among those that tokens would choose in this gate's layer, in the order of
-        :func:`rank`.
+        """Return this rank's experts among those that tokens would choose in this gate's layer.
+
+        They are in the order of :func:`rank`.
         """
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
 
     @torch.no_grad()
     def matrix(self, hidden: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gate as numbers, by asking it about unit vectors: [experts, hidden] in its dtype, float32 [experts]."""
+        """Return the gate as a matrix, by evaluating unit vectors.
+
+        Weights are [experts, hidden] in its dtype, biases float32 [experts].
+        """
         bias = self.logits(torch.zeros(1, hidden, dtype=torch.float32, device=device))[0]
         units = torch.eye(hidden, dtype=torch.float32, device=device)
         rows = [self.logits(part) - bias for part in units.split(_ASKED_AT_ONCE)]
@@ -98,7 +103,7 @@ class Gate:
         chosen = ids >= 0
         if not chosen.any():
             return 1.0
-        # Not the two sets: experts of equal scores are interchangeable.
+        # Scores instead of sets of experts: experts of equal scores are interchangeable.
         best = scores.topk(ids.shape[1], dim=-1).values
         good = scores.gather(-1, ids.clamp(min=0)) >= best[:, -1:] - tolerance * best[:, :1].abs()
         return good[chosen].float().mean().item()
@@ -111,15 +116,15 @@ class RoutedModel:
     num_layers: int  # MoE layers on this rank
     num_experts: int  # experts of a layer on this rank
     top_k: int  # experts per token
-    gates: Sequence[Gate] = ()  # of every layer, in order; empty where they are not known
-    held: Callable[[int], Set[int]] = lambda layer: frozenset()  # which experts of a layer are on the device
+    gates: Sequence[Gate] = ()  # of every layer, in order; empty if unknown
+    held: Callable[[int], Set[int]] = lambda layer: frozenset()  # returns which experts of a layer are resident
     hidden: int = 0  # model width
-    fingerprint: str = ""  # of the weights, which a trained predictor must have been trained for
+    fingerprint: str = ""  # of the weights for which a trained predictor must have been trained
     device: torch.device = _CPU  # where predictions are computed
-    horizon: int = 1  # layers ahead that are worth asking about in decode
+    horizon: int = 1  # useful number of layers ahead in decode
     predictor: Path | None = None  # file of a trained predictor; None if none was given
 
     @property
     def identity(self) -> ModelIdentity:
-        """The model as a trained predictor has to match it; its name does not matter."""
+        """The model that a trained predictor has to match; its name does not matter."""
         return ModelIdentity("", self.fingerprint, self.num_layers, self.num_experts, self.top_k, self.hidden)

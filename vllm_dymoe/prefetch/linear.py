@@ -1,15 +1,15 @@
 """The linear predictor, "linear+input", by least squares.
 
 The next layer's gate W_(l+1) on this layer's input x_l is a good predictor already (DyMoE 4.4.1), and costs nothing to
-train. What it lacks is what the layer itself will add to the residual stream. That change, as the gate of layer l+d
-sees it, is estimated from the experts E_l that the token chose and from x_l:
+train. What it lacks is the layer's own change of the residual stream. That change, as the gate of layer l+d sees it, is
+estimated from the experts E_l that the token chose and from x_l:
 
     logits_(l+d)  ~  W_(l+d) x_l + b_(l+d) + C [one-hot(E_l), x_l]
     C = argmin  sum over tokens | W_(l+d) (x_(l+d) - x_l) - C [one-hot(E_l), x_l] |^2  +  lambda |C|^2
 
-Of the tokens only two sums are needed, X^T X and X^T Y, so that no input has to be kept: training can run while a
-server serves (``online``). The ridge pulls C to 0, that is, to the next gate: with few tokens a predictor is hardly
-better than that gate, but hardly worse. Squares of one-hot targets need ten times as many tokens
+Only two sums over tokens are needed, X^T X and X^T Y, so no input has to be kept: training can run while a server
+serves (``online``). The ridge pulls C to 0, that is, to the next gate: with few tokens a predictor is hardly better
+than that gate, but hardly worse. Least squares on one-hot targets would need ten times as many tokens
 (benchmarks/predictors).
 """
 
@@ -20,8 +20,8 @@ from vllm_dymoe.prefetch.folded import FoldedMLP
 from vllm_dymoe.trace.gates import GateWeights, Scoring, correction_name
 
 PRIOR_TOKENS = 512
-"""Weight of the next gate, in tokens of average inputs: 256 to 1024 measure alike, 64 loses below 1500 tokens."""
-_LARGEST = 1e4  # of a usable router input; one that is larger, or no number, would spoil the sums for good
+"""Weight of the next gate, in tokens of average inputs: 256 to 1024 are equally good, 64 loses below 1500 tokens."""
+_LARGEST = 1e4  # largest usable router input; a larger one, or NaN, would spoil the sums for good
 
 
 class LeastSquares:
@@ -29,8 +29,8 @@ class LeastSquares:
 
     Args:
         sizes: of the model.
-        layers: which layers' states are looked at; the last layer of the model has no layer after it.
-        look_ahead: how many layers ahead is predicted.
+        layers: layers whose states are used; the last layer of the model has no layer after it.
+        look_ahead: how many layers ahead are predicted.
     """
 
     def __init__(self, sizes: ModelIdentity, layers: range, look_ahead: int, device: torch.device) -> None:
@@ -44,14 +44,18 @@ class LeastSquares:
 
     @staticmethod
     def layer_bytes(sizes: ModelIdentity, look_ahead: int) -> int:
-        """What the sums of one layer take."""
+        """Return the bytes of the sums of one layer."""
         features = sizes.num_experts + sizes.hidden
         return 4 * features * (features + look_ahead * sizes.num_experts)
 
     @torch.no_grad()
     def add(self, gates: GateWeights, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Add tokens: router inputs [layers of the model, tokens, hidden], and what routers chose, int [layers of the
-        model, tokens, top_k]. Tokens with an input that is no usable number count as zeros."""
+        """Add tokens: their router inputs and chosen experts.
+
+        Shapes are [layers of the model, tokens, hidden], and int [layers, tokens, top_k].
+
+        Tokens with an unusable input count as zeros.
+        """
         usable = (x.abs() < _LARGEST).all(-1).all(0)[:, None]
         for place, layer in enumerate(self.layers):
             here = _features(x[layer], experts[layer], self._sizes.num_experts).where(usable, 0)
@@ -64,7 +68,7 @@ class LeastSquares:
 
     @torch.no_grad()
     def solve(self, layer: int, gates: GateWeights, network: FoldedMLP) -> None:
-        """Write what follows for a layer's state into a network of :func:`make_network`."""
+        """Write a layer's solution into a network of :func:`make_network`."""
         place = layer - self.layers.start
         gram = self._gram[place].double()
         ridge = PRIOR_TOKENS / max(self.tokens, 1) * gram.diagonal().mean()
@@ -103,7 +107,10 @@ def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> None:
 
 
 def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[one-hot(E), x] of tokens, float32 [tokens, num_experts + hidden]; experts that do not exist are left out."""
+    """Return [one-hot(E), x] of tokens, float32 [tokens, num_experts + hidden].
+
+    Ids of no expert are left out.
+    """
     chosen = torch.zeros(len(x), num_experts + 1, dtype=torch.float32, device=x.device)
     chosen.scatter_(1, experts.long().where((experts >= 0) & (experts < num_experts), num_experts), 1.0)
     return torch.cat([chosen[:, :-1], x.float()], 1)
@@ -112,8 +119,10 @@ def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch
 def _write(
     network: FoldedMLP, gates: GateWeights, layer: int, ahead: int, top_k: int, change: torch.Tensor | None = None
 ) -> None:
-    """Make a layer's table and matrix of the next gate and a change to it [features, experts]; a row of a table is
-    added for each of ``top_k`` experts, so that a bias is a share of each."""
+    """Write a layer's table and matrix: the next gate plus a change [features, experts].
+
+    Rows of a table are added for each of ``top_k`` experts, so each row contains a share of the bias.
+    """
     table, matrix = (network.tables, network.gates) if ahead == 1 else network.further[ahead - 2]
     assert matrix is not None
     later, experts = layer + ahead, table.shape[1]
@@ -123,13 +132,15 @@ def _write(
 
 
 def hits(scores: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token how many of its experts are among the best of scores [tokens, num_experts], and whether all are:
-    int64 and bool [tokens]. ``experts`` are int [tokens, top_k]."""
+    """Return for each token how many of its experts are among the best scores, and whether all are.
+
+    Scores are [tokens, num_experts], ``experts`` int [tokens, top_k]; returns int64 and bool [tokens].
+    """
     return hits_of(scores.topk(experts.shape[1]).indices, experts)
 
 
 def hits_of(named: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`hits`, of experts that are named, int [tokens, top_k]."""
+    """Return the same as :func:`hits` for predicted experts, int [tokens, top_k]."""
     found = (named[:, :, None] == experts[:, None]).any(1).sum(1)
     return found, found == experts.shape[1]
 
@@ -138,8 +149,11 @@ def train_on(
     gates: GateWeights, sizes: ModelIdentity, experts: torch.Tensor, x: torch.Tensor, popularity: torch.Tensor,
     look_ahead: int, block: int = 1024,
 ) -> FoldedMLP:  # fmt: skip
-    """The network of tokens that are all here, in float32: ``experts`` int [tokens, layers, top_k], ``x`` [tokens,
-    layers, hidden]; ``popularity`` is Eq. 2 of DuoServe-MoE, [layers, experts]."""
+    """Return the network for a set of tokens, in float32.
+
+    ``experts`` are int [tokens, layers, top_k], ``x`` [tokens, layers, hidden]; ``popularity`` is Eq. 2 of
+    DuoServe-MoE, [layers, experts].
+    """
     look_ahead = min(look_ahead, sizes.num_layers - 1)
     sums = LeastSquares(sizes, range(sizes.num_layers - 1), look_ahead, x.device)
     for some, chosen in zip(x.split(block), experts.split(block), strict=True):

@@ -5,9 +5,9 @@ With x_m the router's input of layer m and W_g^(l) the gate of layer l:
     S_l^(m) = TopKIndices(x_m W_g^(l), K)        for each of the P layers m before l      (Eq. 5)
     S_l     = intersection of S_l^(m) over m = l-P ... l-1                                (Eq. 6)
 
-The first layers have fewer than P before them, and meet with those. An intersection names less than one layer would
-and is right more often: it saves transfers where the link is scarce. The paper's batch is one token; of several, the
-experts that most tokens' intersections hold come first.
+The first layers have fewer than P layers before them, and use those. An intersection predicts less than one layer would
+and is correct more often: it saves transfers if the link is scarce. The paper's batch is one token; with several, the
+experts in most tokens' intersections come first.
 """
 
 from collections import deque
@@ -28,19 +28,17 @@ from vllm_dymoe.prefetch.tuner import Heop
 
 
 class MeetingOfLayers(Predictor):
-    """Asks the next layer's gate about the inputs of the last P layers; experts ``held`` on the device cost no
-    transfer.
-    """
+    """Evaluates the next layer's gate on the inputs of the last P layers; ``held`` experts cost no transfer."""
 
     def __init__(
         self,
         gates: Sequence[Gate],  # of every MoE layer, in order
         k: int,  # K of Eq. 5
         p: int,  # P of Eqs. 5 and 6
-        tuner: Heop | None = None,  # chooses K and P while serving; they stay as they are if None
+        tuner: Heop | None = None,  # chooses K and P while serving; if None they do not change
         held: Callable[[int], Set[int]] = lambda layer: frozenset(),
         side_stream: Inline | None = None,
-        hidden: int = 0,  # of the model, for the memory of the inputs
+        hidden: int = 0,  # model width, for the memory of the inputs
     ) -> None:
         super().__init__(side_stream)
         self._gates, self._hidden = gates, hidden
@@ -63,7 +61,7 @@ class MeetingOfLayers(Predictor):
             self._inputs.clear()
             self._named = None
         self._layer, self._phase, self._read = layer, routing.phase, None
-        # A copy: the memory of x may belong to something else when the next layer runs.
+        # A copy, because the memory of x may be reused when the next layer runs.
         self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
         if self._tuner is not None:
             self._report(layer, routing.counts)
@@ -113,8 +111,9 @@ class MeetingOfLayers(Predictor):
 
 
 def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
-    """Eqs. 5 and 6: return what the last layer predicts, its scores, and whether all layers predict it, [tokens, k]
-    each.
+    """Return the last layer's predictions, their scores, and whether all layers agree.
+
+    Each is [tokens, k] (Eqs. 5 and 6).
     """
     layers, tokens = len(meeting), len(meeting[-1])
     scores = gate.scores(torch.cat(meeting))

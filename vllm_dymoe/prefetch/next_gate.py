@@ -6,8 +6,8 @@ With h_i the router's input of token i in layer l, and W_g the gate of the next 
     s_i = TopK_k(g_i),  c_e = sum_i 1(e in s_i)       (Eq. 7)  prefill: the t experts of the largest c_e
     P = TopK_t(g_i)                                   (Eq. 8)  decode: the t experts of the largest g_i
 
-The residual stream changes little from layer to layer, which is why this finds most of them. The paper asks the next
-layer's gate alone; the gates of layers further on can be asked too, whose answers are worth less and come after it.
+The residual stream changes little from layer to layer, so this predicts most experts. The paper uses only the next
+layer's gate; gates of later layers can be used as well, with less accuracy, and their predictions come later.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, som
 
 
 class NextGate(Predictor):
-    """Asks the gate of the next layer.
+    """Predicts by the gates of the next layers.
 
     Args:
         gates: of every MoE layer, in order.
-        top_k: experts per token of the model, t of Eqs. 7 and 8: of a prefill every expert that a token chooses.
-        layers: how many layers after this one are predicted in decode; a prefill has enough to do with the next.
-        hidden: of the model, for the memory of inputs that a side stream reads.
+        top_k: experts per token of the model, t of Eqs. 7 and 8; in a prefill, every expert that a token chooses.
+        layers: how many layers after this one are predicted in decode; in a prefill the next one suffices.
+        hidden: model width, for the memory of inputs that a side stream reads.
     """
 
     def __init__(

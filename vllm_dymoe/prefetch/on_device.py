@@ -1,7 +1,7 @@
-"""Predictors of steps that the device plans: they write ``Table.predicted``, and the host sees none of it.
+"""Predictors of device-planned steps: they write ``Table.predicted`` without the host.
 
-A predictor runs on a branch of the captured step while a layer is computed. ``executor/device_prefetch.py`` fetches
-what it names. Any number of experts may be named; those for which there is no slot or no time are not fetched.
+A predictor runs on a branch of the captured step while a layer is computed, and ``executor/device_prefetch.py`` fetches
+the predicted experts. Any number of experts may be predicted; those without a slot or time are not fetched.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from vllm_dymoe.prefetch.tuner import Heop
 
 
 class DevicePredictor:
-    """Names experts of the next layer; this one names nothing, and is the interface.
+    """Predicts experts of the next layer; this base class predicts nothing.
 
     Args:
         table: the device's, whose column ``predicted`` the predictor writes.
@@ -31,7 +31,7 @@ class DevicePredictor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory, without the table's."""
+        """Device memory in bytes, without the table's."""
         return 0
 
     @property
@@ -40,7 +40,7 @@ class DevicePredictor:
         return 1
 
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Enqueue what learns from a layer of a large batch; no host may be needed.
+        """Enqueue learning from a layer of a large batch; must not need the host.
 
         Args:
             x: [tokens, hidden], the router's input.
@@ -49,7 +49,7 @@ class DevicePredictor:
         """
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Enqueue what learns from a layer of a small batch and, unless it is the last, names experts of the next one.
+        """Enqueue learning from a layer of a small batch and, unless it is the last, a prediction for the next one.
 
         ``Table.predicted`` is written of the coming layers; arguments as for :meth:`observe`.
         """
@@ -223,7 +223,7 @@ def _name_experts_on(device: torch.device) -> Callable[..., None]:
 
 
 class AllExpertsOnDevice(DevicePredictor):
-    """Names all experts of every layer once, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
+    """Predicts all experts of every layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
 
     def __init__(self, table: Table, top_k: int) -> None:
         super().__init__(table, top_k)
@@ -232,12 +232,15 @@ class AllExpertsOnDevice(DevicePredictor):
 
 
 class PopularityOnDevice(DevicePredictor):
-    """Names the experts that the next layer wanted most often (DuoServe-MoE Eq. 2), as ``popularity.Popularity`` does.
+    """Predicts the experts that the next layer chose most often (DuoServe-MoE Eq. 2).
 
-    Old steps fade: after about 700 steps a step counts half. Counts are integers, as all that a device compares.
+    Does the same as ``popularity.Popularity``.
+
+    Old steps fade: after about 700 steps a step counts half. Counts are integers, like everything that a device
+    compares.
     """
 
-    FADE, UNIT = 10, 1 << 20  # a step takes a share of 2 ** -10; sums of any number of uses stay below 2 ** 63
+    FADE, UNIT = 10, 1 << 20  # a step subtracts a share of 2 ** -10; sums of any number of uses stay below 2 ** 63
 
     def __init__(self, table: Table, top_k: int) -> None:
         super().__init__(table, top_k)
@@ -264,7 +267,7 @@ class PopularityOnDevice(DevicePredictor):
 def _count_and_name_on(device: torch.device) -> Callable[..., None]:
     if device.type == "cpu":
         return count_and_name
-    # Importing triton takes a second, which only a GPU needs.
+    # Importing triton takes a second, and only a GPU needs it.
     from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
 
     return count_and_name_on_gpu
@@ -273,7 +276,8 @@ def _count_and_name_on(device: torch.device) -> Callable[..., None]:
 def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int) -> None:
     """Count the uses of a layer's step in ``counts``, int64 [layers, experts], with torch and without the host."""
     real = torch.arange(len(ids), device=ids.device)[:, None] < rows
-    uses = torch.zeros(counts.shape[1] + 1, dtype=torch.int64, device=ids.device)  # the last of what is not counted
+    # The last element is for what is not counted.
+    uses = torch.zeros(counts.shape[1] + 1, dtype=torch.int64, device=ids.device)
     place = torch.where(real & (ids >= 0), ids, counts.shape[1]).long().flatten()
     uses.scatter_add_(0, place, torch.full_like(place, unit))
     of_layer = counts[layer]
@@ -284,7 +288,7 @@ def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int,
 def count_and_name(
     counts: Tensor, predicted: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int, named: int
 ) -> None:
-    """Count a small batch's step, and name the next layer's favourites; see ``kernels/triton/popularity.py``."""
+    """Count a small batch's step, and predict the next layer's favourites; see ``kernels/triton/popularity.py``."""
     count_uses(counts, layer, ids, rows, fade, unit)
     if layer + 1 < len(counts):
         wanted, experts = counts[layer + 1].sort(descending=True, stable=True)

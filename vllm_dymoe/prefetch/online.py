@@ -1,12 +1,12 @@
-"""Training the linear predictor while a server serves.
+"""Training of the linear predictor while a server serves.
 
     steps      | see, see, ... end | see, see, ... end | ...          rows of decode steps, copied on the device
     block      [ up to 64 tokens of all layers            ]
     every block: judge the candidate on it, then add it to the sums (``linear``)
 
-A *round* is about as many layers as ``memory`` has room for sums of: collect tokens, solve a candidate (a layer a
-step), judge it on the next tokens, which it was not trained on, and adopt its layers if it names more experts than the
-next layer's gate and than the network before. Layers that were not trained so far are the next gate itself. With every
+A *round* trains as many layers as ``memory`` has room for sums of: collect tokens, solve a candidate (a layer per
+step), judge it on the next tokens, which it was not trained on, and adopt its layers if it predicts more experts than
+the next layer's gate and than the network before. Layers that were not trained yet are the next gate itself. With every
 pass over all layers a round has twice as many tokens.
 
 ``see`` only copies to fixed addresses, so that a CUDA graph can contain it; everything else runs between steps, on the
@@ -26,32 +26,32 @@ from vllm_dymoe.prefetch.gate import Gate, weights_of
 from vllm_dymoe.prefetch.linear import LeastSquares, ask_next_gates, hits, hits_of, make_network
 from vllm_dymoe.trace.gates import GateWeights
 
-_ROWS = 64  # of a step that are looked at, and tokens of a block
+_ROWS = 64  # rows of a step that are used, and tokens of a block
 _CANDIDATE, _INCUMBENT, _GATE = range(3)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a candidate was worth on tokens that it was not trained on."""
+    """The accuracy of a candidate on tokens that it was not trained on."""
 
-    layers: range  # whose states were looked at
-    trained_on: int  # tokens
-    judged_on: int  # tokens
-    accuracy: tuple[float, ...]  # share of chosen experts named by candidate, network before, and next gate
-    whole: tuple[float, ...]  # share of layers of which all were named, likewise
+    layers: range  # layers whose states were used
+    trained_on: int  # number of tokens
+    judged_on: int  # number of tokens
+    accuracy: tuple[float, ...]  # share of chosen experts predicted by candidate, network before, and next gate
+    whole: tuple[float, ...]  # share of layers all of whose experts were predicted, likewise
     adopted: bool
 
 
 class OnlineTraining:
-    """One rank's training; all of its memory is there from the start.
+    """One rank's training; all of its memory is allocated at start.
 
     Args:
         sizes: the model.
-        look_ahead: how many layers ahead is predicted.
+        look_ahead: how many layers ahead are predicted.
         device: the one that serves.
         dtype: of router inputs.
         network_dtype: of the network.
-        memory: bytes for sums; at least one layer has some.
+        memory: bytes for sums; at least those of one layer.
         before: a network of an earlier run to start from; None to start from the next gates.
         gates: of the model, as far as they are known; whether they have a correction does not change later.
         first_tokens: tokens of the first round, before a candidate is solved.
@@ -83,7 +83,7 @@ class OnlineTraining:
         self._x, self._experts, self._filled = self._steps_x.clone(), self._steps_experts.clone(), 0
         self._counts = torch.zeros(layers, sizes.num_experts, dtype=torch.float32, device=device)
         self._judged = torch.zeros(3, 2, layers - 1, dtype=torch.int64, device=device)
-        self._rates = torch.full((2, 2, layers - 1), torch.nan)  # of network and gate, as they were adopted
+        self._rates = torch.full((2, 2, layers - 1), torch.nan)  # of network and gate, when they were adopted
         self._weights = torch.zeros(layers, sizes.num_experts, hidden, dtype=dtype, device=device)
         corrected = any(gate.correction is not None for gate in gates)
         scoring = gates[0].scoring if corrected else None
@@ -100,7 +100,7 @@ class OnlineTraining:
 
     @staticmethod
     def nbytes(sizes: ModelIdentity, look_ahead: int, item: int, memory: int) -> int:
-        """Device memory that it takes beside the network, which has numbers of ``item`` bytes."""
+        """Return the device memory in addition to the network, whose numbers have ``item`` bytes."""
         look_ahead = min(look_ahead, sizes.num_layers - 1)
         layers, features = sizes.num_layers, sizes.num_experts + sizes.hidden
         a_layer = LeastSquares.layer_bytes(sizes, look_ahead)
@@ -116,15 +116,17 @@ class OnlineTraining:
         return any(verdict.adopted for verdict in self.verdicts)
 
     def see(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Keep a layer's router input [rows, hidden] and what it chose, int [rows, top_k], until the step ends."""
+        """Keep a layer's router input [rows, hidden] and its choices, int [rows, top_k], until the step ends."""
         rows = min(len(x), _ROWS)
         self._steps_x[layer, :rows].copy_(x[:rows])
         self._steps_experts[layer, :rows].copy_(experts[:rows])
 
     @torch.no_grad()
     def end_step(self, tokens: int, gates: Sequence[Gate]) -> bool:
-        """A step of so many tokens, all of them decoded, has run; returns whether the network became a better one.
-        ``gates`` are the model's, which choose as its routers do."""
+        """End a step of ``tokens`` decoded tokens; return whether the network was improved.
+
+        ``gates`` are the model's, which choose as its routers do.
+        """
         rows = min(tokens, _ROWS)
         if self._gates is None:
             self._begin(gates)
@@ -138,7 +140,7 @@ class OnlineTraining:
         return better
 
     def card(self, model: ModelIdentity, version: str) -> PredictorCard:
-        """What the network is worth, as its layers were when they were adopted."""
+        """Return the network's card, with accuracies measured when its layers were adopted."""
         trained, gate = ({"all_k": whole, "accuracy": right} for right, whole in self._rates.nanmean(-1).tolist())
         adopted = [verdict for verdict in self.verdicts if verdict.adopted]
         tokens = [adopted[-1].trained_on, adopted[-1].judged_on] if adopted else [0, 0]
@@ -207,7 +209,7 @@ class OnlineTraining:
         self._judged_on += x.shape[1]
 
     def _decide(self) -> bool:
-        """Adopt the candidate's layers or leave them, and begin the next round."""
+        """Adopt the candidate's layers or drop them, and begin the next round."""
         sums, top_k = self._sums, self.sizes.top_k
         rates = self._judged[:, :, sums.layers.start : sums.layers.stop].double().cpu() / self._judged_on
         rates[:, 0] /= top_k
@@ -228,7 +230,7 @@ class OnlineTraining:
         return better
 
     def _adopt(self, layers: range) -> None:
-        """In place: a predictor that is asked already goes on with the better layers."""
+        """Write layers in place: a predictor in use continues with the better ones."""
         for name, tensor in self.network.tensors.items():
             if name.startswith(("tables", "gates")):
                 tensor[layers.start : layers.stop] = self._candidate.tensors[name][layers.start : layers.stop]
@@ -239,7 +241,7 @@ class OnlineTraining:
 
 
 def network_bytes(sizes: ModelIdentity, look_ahead: int, item: int) -> int:
-    """What a network takes, of numbers of ``item`` bytes, with a correction."""
+    """Return the bytes of a network with numbers of ``item`` bytes and a correction."""
     look_ahead = min(look_ahead, sizes.num_layers - 1)
     pairs = sum(sizes.num_layers - ahead for ahead in range(1, look_ahead + 1))
     return item * sizes.num_experts * (pairs * (sizes.num_experts + sizes.hidden) + 2 * sizes.num_layers)

@@ -5,7 +5,7 @@ none, so that a change is noticed.
 
 A correct prediction hides at most the transfer of one expert, and a wrong one delays demand by at most one projection,
 a third of it: predictions lose if fewer than one in four is needed. They also lose if they hide less time than they
-take on the host: with a cache that has nearly everything, asking costs more than the few remaining transfers.
+take on the host: with a cache that has nearly everything, predicting costs more than the few remaining transfers.
 """
 
 import time
@@ -13,35 +13,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-_LOSES = 1 / 4  # share of predictions that are needed; see above
+_LOSES = 1 / 4  # share of needed predictions below which they lose; see above
 _PAYS = 1 / 2
-# Seconds that predictions hide for each second of the host that they take. It is two that are worth one: what it costs
-# to share cores with one more thread is about as much again (benchmarks/LOG.md).
+# Seconds that predictions must hide for each second of host time. Two instead of one, because sharing cores with one
+# more thread costs about as much again (benchmarks/LOG.md).
 _COSTS_MORE = 2
 _WORTH_IT = 4
-_JUDGED = 32  # predictions or predictions that a verdict is about, whichever are there first
-_FEWEST = 8  # predictions that have a share
+_JUDGED = 32  # predictions needed for a verdict, whichever kind comes first
+_FEWEST = 8  # fewest predictions for a share
 _LARGEST_INTERVAL = 64
 
 
 @dataclass
 class Pace:
-    """Decides which predictions are asked for, and records their outcomes."""
+    """Decides which predictions are made, and records their outcomes."""
 
-    paid: bool = True  # predictions have to pay for what they cost; otherwise every prediction is asked for
-    interval: int = 1  # one prediction of so many is asked for
+    paid: bool = True  # predictions must pay for their cost; otherwise every prediction is made
+    interval: int = 1  # one of this many predictions is made
     _predictions: int = 0
-    _answers: int = 0  # since the last verdict, as all below
+    _answers: int = 0  # since the last verdict, like all fields below
     _judged: int = 0
     _needed: int = 0
     _spent: float = 0.0
     _hidden: float = 0.0
 
     def acts(self) -> bool:
-        """Return whether to act on this prediction: on one in each ``interval``, of another layer each time.
+        """Return whether to make this prediction: one in each ``interval``, of another layer each time.
 
-        Every fourth one would always belong to the same layer in a model of four layers, perhaps the last, which has no
-        next one.
+        Every fourth prediction would always belong to the same layer in a model of four layers, perhaps the last, which
+        has no next one.
         """
         block, place = divmod(self._predictions, self.interval)
         self._predictions += 1
@@ -51,7 +51,7 @@ class Pace:
         return acts
 
     def spend(self, seconds: float, *, answered: bool = True) -> None:
-        """Record host time that predictions took, and whether a prediction named any expert."""
+        """Record host time of predictions, and whether a prediction named any expert."""
         self._answers += answered
         self._spent += seconds
 

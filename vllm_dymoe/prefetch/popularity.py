@@ -1,6 +1,6 @@
 """Predictors without a model: popularity, and every expert.
 
-Popularity names the experts that the next layer wanted most often so far (DuoServe-MoE Eq. 2):
+Popularity predicts the experts that the next layer chose most often so far (DuoServe-MoE Eq. 2):
 
     P_l(i) = sum_n 1(e_i in E_l,n) / sum_m sum_n 1(e_m in E_l,n)
 
@@ -25,7 +25,8 @@ class Popularity(Predictor):
         self._num_layers = num_layers
         self._decode_experts = min(decode_experts, num_experts)
         self._fade = 0.5 ** (1 / half_life)
-        # On the host, where it is told and asked. In bfloat16, the default while models are built, counts stop at 256.
+        # On the host, where it is updated and used. In bfloat16, the default while models are built, counts stop at
+        # 256.
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float32, device="cpu")
         self._phase = Phase.DECODE
 
@@ -42,7 +43,10 @@ class Popularity(Predictor):
         self._phase = routing.phase
 
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Return the next layer's favourites; in a prefill, which wants nearly all, all that were ever wanted."""
+        """Return the next layer's favourites.
+
+        In a prefill, which uses nearly all experts, that is every expert that was ever used.
+        """
         following = layer + 1
         if following >= self._num_layers:
             return []

@@ -1,6 +1,8 @@
-"""Computing a prediction while the layer's experts are computed (DuoServe-MoE 5.3, the prediction stream): on CUDA on a
-stream of its own, whose answer the host reads when the first experts have been enqueued. Elsewhere the same cores
-compute both, one after the other, and nothing is gained by waiting."""
+"""Computes predictions while a layer's experts are computed (DuoServe-MoE 5.3, the prediction stream).
+
+On CUDA they run on a stream of their own, whose answer the host reads when the first experts have been enqueued.
+Elsewhere the same cores compute both in sequence, and waiting gains nothing.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +11,9 @@ import torch
 Answer = tuple[torch.Tensor, ...]
 
 MOST_ROWS = 512
-"""Tokens of a step that gates are asked about, evenly spaced. Their inputs are copied for the side stream; those of all
-tokens of a prompt would take hundreds of MB, which no budget has room for."""
+"""Most tokens of a step for which gates are evaluated, evenly spaced. Their inputs are copied for the side stream;
+copies of a whole prompt would take hundreds of MB, for which no budget has room.
+"""
 
 
 def some_rows(x: torch.Tensor) -> torch.Tensor:
@@ -19,28 +22,32 @@ def some_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of_copies(copies: int, hidden: int) -> int:
-    """Return the device memory of so many copies of a step's inputs, in 16 bits."""
+    """Return the device memory of ``copies`` copies of a step's inputs, in 16 bits."""
     return copies * MOST_ROWS * hidden * 2
 
 
 class Inline:
-    """No stream: an answer is computed when it is asked for, which need not be."""
+    """No stream: an answer is computed when it is read, if it is."""
 
-    answers_later = False  # an answer is better asked for after the layer's first experts have been enqueued
+    answers_later = False  # whether an answer should be read only after the layer's first experts have been enqueued
 
     def begin(
         self, compute: Callable[..., Answer], *inputs: torch.Tensor, lasting: bool = False
     ) -> Callable[[], Answer]:
-        """Compute with tensors of the main stream, which are overwritten unless they are lasting, without waiting for
-        the device; what is returned gives the answer, on the host."""
+        """Start to compute from tensors of the main stream, without waiting.
+
+        Returns a function that returns the answer.
+
+        Inputs may be overwritten afterwards, unless they are ``lasting``.
+        """
         return lambda: compute(*inputs)
 
 
 class SideStream(Inline):
-    """Computed on a stream of low priority: experts that are computed go first.
+    """A stream of low priority, so that experts are computed first.
 
-    It runs behind what the main stream was given. Memory of its inputs is not given away before it has read them; those
-    that do not last are copied on the main stream first: a graph that is replayed may write the next piece's values
+    It runs after what the main stream was given. Memory of its inputs is not reused before it has read them; inputs
+    that are not lasting are copied on the main stream first, because a replayed graph may write the next piece's values
     over them while this stream still reads.
     """
 

@@ -1,7 +1,9 @@
-"""The trained predictor (DuoServe-MoE 5.3): in decode a network predicts the next layers' experts from routing so far.
+"""The trained predictor (DuoServe-MoE 5.3).
 
-A prefill wants nearly all experts, so the most popular ones are predicted (5.2). In a step with both phases the network
-is asked about the rows that decode, and its predictions come first.
+In decode a network predicts the next layers' experts from routing so far.
+
+A prefill uses nearly all experts, so the most popular ones are predicted (5.2). In a step with both phases the network
+is evaluated on the decoding rows, and its predictions come first.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
 class TrainedPredictor(Predictor):
-    """Asks a network, on its device, about the next layers' experts; in decode so many per token, the next layer's
-    first.
+    """Evaluates a network on its device.
+
+    In decode it predicts a fixed number of experts per token, nearest layers first.
     """
 
     tells_phases = True
@@ -34,13 +37,15 @@ class TrainedPredictor(Predictor):
         self._x: torch.Tensor | None = None
         self._layer = -1
         self._decodes = self._mixed = False
-        self._rows: torch.Tensor | None = None  # that decode, in a step of both
+        self._rows: torch.Tensor | None = None  # decoding rows, in a step with both phases
         self._favourites = [_ranked(layer, shares) for layer, shares in enumerate(network.popularity.float().cpu())]
 
     @classmethod
     def load(cls, model: RoutedModel, look_ahead: int = 1) -> "TrainedPredictor":
-        """From the file that a model names, for up to so many layers ahead as far as it knows them; PredictorError if
-        none is named, or it is missing, damaged, another model's or worse than the next gate."""
+        """Load the file that a model names, for up to ``look_ahead`` layers ahead.
+
+        PredictorError if none is named, or if it is missing, damaged, another model's or worse than the next gate.
+        """
         if model.predictor is None:
             raise PredictorError("a trained predictor needs its file; name it in the option predictor.")
         card, network = load_predictor(model.predictor)
@@ -57,7 +62,7 @@ class TrainedPredictor(Predictor):
 
     def observe(self, routing: Routing) -> None:
         layer = routing.layer
-        before = None if layer <= self._layer else self._past  # a step begins where layers do not grow
+        before = None if layer <= self._layer else self._past  # a step begins where layer numbers do not grow
         self._layer, self._x, self._read = layer, routing.x, None
         self._mixed = routing.phase is Phase.PREFILL and routing.prompt is not None and routing.prompt.mixed
         self._decodes = self._mixed or routing.phase is Phase.DECODE
@@ -104,7 +109,7 @@ class TrainedPredictor(Predictor):
         return named
 
     def _coming(self, layer: int) -> range:
-        """Return the layers that the network is asked about."""
+        """Return the layers for which the network is evaluated."""
         return range(
             layer + 1, min(layer + 1 + self.network.look_ahead, self.network.num_layers) if self._decodes else 0
         )

@@ -1,6 +1,8 @@
-"""Training a predictor on a trace, by binary cross-entropy (DuoServe-MoE Eq. 6) or least squares, and a fair test.
+"""Training of a predictor on a trace, and a fair test.
 
-Tokens of one request resemble each other, so requests are held out and never tokens.
+The method is binary cross-entropy (DuoServe-MoE Eq. 6) or least squares.
+
+Tokens of one request resemble each other, so whole requests are held out, never single tokens.
 """
 
 import copy
@@ -17,7 +19,7 @@ from vllm_dymoe.prefetch.linear import hits, train_on
 from vllm_dymoe.trace.statistics import affinity, popularity
 from vllm_dymoe.trace.trace import Trace
 
-FEWEST_REQUESTS = 8  # of which one at least is held out
+FEWEST_REQUESTS = 8  # at least one of them is held out
 
 
 class TrainingError(ValueError):
@@ -26,22 +28,23 @@ class TrainingError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How it is trained; least squares have neither epochs nor batches."""
+    """How to train; least squares have neither epochs nor batches."""
 
-    epochs: int = 20  # at most
-    patience: int = 3  # epochs without a better held-out loss before it ends
-    batch: int = 256  # tokens
-    learning_rate: float = 3e-3  # of AdamW, where it begins; it falls to zero as a cosine
+    epochs: int = 20  # maximum number
+    patience: int = 3  # epochs without a better held-out loss before training ends
+    batch: int = 256  # number of tokens
+    learning_rate: float = 3e-3  # initial rate of AdamW; it falls to zero as a cosine
     held_out: float = 0.1  # share of the requests
-    seed: int = 0  # of the split, the first weights, and the order of tokens
-    look_ahead: int = FAR  # layers ahead that least squares are solved for; other networks know the next one
+    seed: int = 0  # of the split, the initial weights, and the order of tokens
+    look_ahead: int = FAR  # layers ahead for which least squares are solved; other networks predict the next one
 
 
 def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
-    """How right the best of scores [samples, num_experts] are for what was chosen [samples, top_k], as many of them.
+    """Return the accuracy of scores [samples, num_experts] for the chosen experts [samples, top_k].
 
-    ``all_k`` is the share of samples where all were named (Table 3, "Top-2"), ``at_least_one`` where one was (Table 3),
-    ``accuracy`` the share of chosen experts that were (FIRM-MoE Eq. 7).
+    The best scores, as many as were chosen, count as predicted. ``all_k`` is the share of samples with all predicted
+    (Table 3, "Top-2"), ``at_least_one`` with at least one (Table 3), ``accuracy`` the share of chosen experts that were
+    predicted (FIRM-MoE Eq. 7).
     """
     right, whole = hits(scores, experts.long())
     found = {"all_k": whole, "at_least_one": right > 0, "accuracy": right / experts.shape[1]}
@@ -50,25 +53,26 @@ def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Trained:
-    """The outcome."""
+    """The result of training."""
 
-    network: FoldedMLP  # as it runs
-    epochs: int  # that were run
+    network: FoldedMLP  # for inference
+    epochs: int  # number of epochs
     metrics: Mapping[str, Mapping[str, float]]
-    """Hit rates on the held-out requests, of the model and, to compare, of popularity and affinity alone, and of the
-    next layer's gate where the trace has what it says."""
-    tokens: tuple[int, int]  # that were trained on, and that were held out
-    requests: tuple[int, int]  # likewise
+    """Hit rates on the held-out requests: of the model, of popularity and affinity alone, and of the next layer's
+    gate if the trace contains its predictions.
+    """
+    tokens: tuple[int, int]  # number of training tokens and of held-out tokens
+    requests: tuple[int, int]  # number of training requests and of held-out requests
     model: ExpertMLP | None = None  # of the epoch with the lowest held-out loss; None for least squares
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to train on and to hold out, as masks; no request has some of each. TrainingError for too few requests."""
+    """Return masks of the tokens to train on and to hold out, by whole requests; TrainingError for too few requests."""
     requests = trace.request.unique()
     if len(requests) < FEWEST_REQUESTS:
         raise TrainingError(
-            f"the trace holds {len(requests)} requests with answers, but {FEWEST_REQUESTS} are the fewest of which "
-            "some can be held out to see what a predictor is worth; record more."
+            f"the trace holds {len(requests)} requests with answers, but at least {FEWEST_REQUESTS} are needed so that "
+            "some can be held out for the test; record more."
         )
     order = requests[torch.randperm(len(requests), generator=torch.Generator().manual_seed(seed))]
     held_out = torch.isin(trace.request, order[: max(1, round(share * len(requests)))])
@@ -83,19 +87,21 @@ def train(
     device: str = "cpu",
     held_out: torch.Tensor | None = None,
 ) -> Trained:
-    """Train on most requests, and stop when the others are predicted no better; TrainingError if there is too little.
+    """Train on most requests, and stop when the others are predicted no better.
 
-    ``held_out`` are the tokens to hold out, bool [tokens of answers in order]; whole requests by chance if None.
-    Only tokens of answers count: a predictor is asked in decode (5.3), and a prompt's tokens are routed otherwise.
+    Raises TrainingError if there is too little data.
+
+    ``held_out`` marks the tokens to hold out, bool [tokens of answers in order]; random whole requests if None. Only
+    tokens of answers count: a predictor is used in decode (5.3), and a prompt's tokens are routed differently.
     """
     recipe = recipe or Recipe()
     if trace.header.num_layers < 2:
-        raise TrainingError("the model has one MoE layer, and there is no layer before it to predict it from.")
+        raise TrainingError("the model has one MoE layer, so no earlier layer can predict it.")
     if architecture.router_input and trace.router_inputs is None:
         raise TrainingError(
-            "the trace has no router inputs, which this architecture sees; record them, or choose another architecture."
+            "the trace has no router inputs, which this architecture needs; record them, or choose another one."
         )
-    trace = trace.select(trace.in_order())  # a token that was computed twice is one
+    trace = trace.select(trace.in_order())  # a token that was computed twice counts once
     trace = trace.select(~trace.prefill)
     if held_out is None:
         held_out = split_by_request(trace, recipe.held_out, recipe.seed)[1]
@@ -107,8 +113,7 @@ def train(
     if architecture.by_least_squares:
         network = _solve(seen, shares, recipe.look_ahead)
     else:
-        # The first weights, dropout and the order follow from the seed, and other random numbers do not follow from
-        # this.
+        # Initial weights, dropout and the order follow from the seed, and random numbers elsewhere are not affected.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             states = States(trace.header, architecture, shares, related)
@@ -129,7 +134,7 @@ def train(
 def _solve(seen: Trace, shares: torch.Tensor, look_ahead: int) -> FoldedMLP:
     if seen.gates is None:
         raise TrainingError(
-            "the trace has no gates, from which linear+input starts: they were not found, or chose otherwise than the "
+            "the trace has no gates, from which linear+input starts: they were not found, or disagreed with the "
             "routers; choose another architecture."
         )
     assert seen.router_inputs is not None
@@ -137,7 +142,7 @@ def _solve(seen: Trace, shares: torch.Tensor, look_ahead: int) -> FoldedMLP:
 
 
 def _scores(network: FoldedMLP, layer: int, trace: Trace) -> torch.Tensor:
-    """Of a layer's experts, as the network runs: float32 [tokens, num_experts]."""
+    """Return scores of a layer's experts, as in inference: float32 [tokens, num_experts]."""
     rows = None
     for before in range(layer):
         rows = network.remember(trace.experts[:, before].long(), rows)
@@ -155,7 +160,7 @@ def _descend(
     for number in range(1, recipe.epochs + 1):
         model.train()
         total = 0.0
-        # What is left over goes into another batch of the next epoch: batch normalisation needs more than one token.
+        # The remainder is part of another batch in the next epoch: batch normalisation needs more than one token.
         for tokens in torch.randperm(seen.num_tokens)[: batches * recipe.batch].tensor_split(batches):
             loss = _loss(model, seen.select(tokens))
             optimizer.zero_grad()
@@ -178,11 +183,11 @@ def _descend(
 
 
 def _loss(model: ExpertMLP, batch: Trace) -> torch.Tensor:
-    """Eq. 6, its mean over tokens, layers and experts."""
+    """Return Eq. 6, averaged over tokens, layers and experts."""
     layers = range(1, batch.header.num_layers)
     experts = batch.experts.to(model.states.popularity.device)
     wanted = [chosen(experts[:, layer], batch.header.num_experts) for layer in layers]
-    if model.states.architecture.shared:  # normalised over all layers together, since it runs for any of them
+    if model.states.architecture.shared:  # normalised over all layers together, because it serves any of them
         states = torch.cat([_states(model, layer, batch) for layer in layers])
         return nn.functional.binary_cross_entropy_with_logits(model.network(1)(states), torch.cat(wanted))
     losses = [
@@ -204,6 +209,6 @@ def _logits(model: ExpertMLP, layer: int, batch: Trace) -> torch.Tensor:
 
 @torch.no_grad()
 def _hit_rates(trace: Trace, scores: Callable[[int], torch.Tensor]) -> dict[str, float]:
-    """Mean over layers."""
+    """Return hit rates averaged over layers."""
     rates = [hit_rates(scores(layer), trace.experts[:, layer]) for layer in range(1, trace.header.num_layers)]
     return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]}

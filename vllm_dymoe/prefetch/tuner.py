@@ -1,16 +1,17 @@
 """HEOP: hill climbing on K and P of Meeting of Layers while serving (FIRM-MoE, Algorithm 1).
 
-Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step, for each layer,
+Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step, averaged over its
+layers,
 
     L = alpha * n_unused + beta * (n_miss - n_hit)                                        (Eq. 11)
 
-where n_unused experts were prefetched (named and not on the device) and not wanted, n_miss were wanted and not named,
-and n_hit were wanted and on the device before. Every ``update_every`` steps either K or P moves by one. After
-``patience`` moves without a new best the search goes back to the best and turns: to the other direction first, then to
-the other number. (The algorithm as printed turns both at once and does not go back; then K could only ever move in the
-direction in which it began.) After ``rounds`` moves the group keeps the pair of the lowest average cost.
+where n_unused experts were prefetched (predicted and not resident) and not used, n_miss were used and not predicted,
+and n_hit were used and already resident. Every ``update_every`` steps either K or P moves by one. After ``patience``
+moves without a new best the search returns to the best and turns: to the other direction first, then to the other
+number. (The algorithm as printed turns both at once and does not return; then K could only ever move in its first
+direction.) After ``rounds`` moves the group keeps the pair of the lowest average cost.
 
-As in the paper the search ends there; another budget, whose hits are other ones, begins it again.
+As in the paper the search ends there; another budget, which changes the hits, starts it again.
 """
 
 import math
@@ -20,10 +21,10 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """K and P of a meeting."""
+    """K and P of Meeting of Layers."""
 
-    k: int  # experts that each layer names
-    p: int  # layers that meet
+    k: int  # experts that each layer predicts
+    p: int  # layers that have to agree
 
 
 @dataclass
@@ -43,9 +44,9 @@ class _Group:
     """Search state of one group of layers."""
 
     setting: Setting
-    dimension: int  # of the setting, the one that moves
+    dimension: int  # of the setting: the number that moves
     direction: int
-    turned: bool = False  # the dimension's other direction has been tried before this one
+    turned: bool = False  # the dimension's other direction has been tried before
     rounds: int = 0
     stale: int = 0
     fixed: bool = False
@@ -60,15 +61,15 @@ class Heop:
     """Chooses K and P for each group of layers."""
 
     num_layers: int  # MoE layers
-    start: Setting  # to begin with
-    largest: Setting  # to try
-    alpha: float = 0.5  # cost of naming an expert that is not wanted
-    beta: float = 0.5  # cost of not naming one that is
+    start: Setting  # initial setting
+    largest: Setting  # largest setting to try
+    alpha: float = 0.5  # cost of predicting an expert that is not used
+    beta: float = 0.5  # cost of not predicting one that is
     update_every: int = 10  # decode steps between two moves (N_update)
     patience: int = 2  # moves without a new best before the search turns (Pat)
-    rounds: int = 20  # moves before the best is kept
+    rounds: int = 20  # moves before the search ends
     seed: int = 0  # of the first direction
-    as_printed: bool = False  # turn as the algorithm is printed
+    as_printed: bool = False  # turn as the printed algorithm does
 
     def __post_init__(self) -> None:
         chance = random.Random(self.seed)
@@ -96,7 +97,7 @@ class Heop:
         for group in self._groups:
             if not group.step_layers:  # a model of few layers has an empty group
                 continue
-            # For each layer that was asked about: how many were depends on how busy the link is.
+            # Per layer with a prediction: their number depends on how busy the link is.
             cost = group.step_cost / group.step_layers
             group.step_cost, group.step_layers = 0.0, 0
             if group.fixed:
@@ -106,7 +107,7 @@ class Heop:
                 self._update(group)
 
     def restart(self) -> None:
-        """Start the search again from the current settings: hits belong to another cache from now on."""
+        """Start the search again from the current settings, because hits belong to another cache from now on."""
         for group in self._groups:
             group.costs, group.recent, group.fixed = {}, _Average(), False
             group.rounds = group.stale = group.step_layers = 0
@@ -125,7 +126,7 @@ class Heop:
             return
         if group.stale >= self.patience:
             self._turn(group)
-        for _ in range(4):  # a bound is a reason to turn, too
+        for _ in range(4):  # also turn at a bound
             if self._move(group):
                 return
             self._turn(group)

@@ -24,9 +24,9 @@ from vllm_dymoe.quantize.gptq import Curvature
 from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.recording import CalibrationError, Recording
 
-# Tokens of an expert that are in memory at a time, as float32.
+# Tokens of an expert in memory at a time, as float32.
 _CHUNK = 4096
-# Tokens of each part that say where thresholds begin, and of a prompt.
+# Tokens of each part used for threshold curves, and tokens of a prompt.
 _READ, _PIECE = 1024, 512
 
 
@@ -40,7 +40,7 @@ class Calibration:
         if missing:
             raise CalibrationError(
                 f"{folder} lacks {len(missing)} of {len(self.recording.parts)} parts; run `vllm-dymoe calibrate` again "
-                "with the same model and texts: it goes on where it was."
+                "with the same model and texts to resume it."
             )
         self._parts = []
         for number in range(len(self.recording.parts)):
@@ -53,9 +53,7 @@ class Calibration:
                 ) from error
 
     def check_belongs(self, model: str, experts: ModelExperts) -> None:
-        """Raise CalibrationError if the recording is of another model than the one with this fingerprint and these
-        experts.
-        """
+        """Raise CalibrationError if the recording is of another model, by fingerprint and experts."""
         mine = self.recording
         if (mine.model, mine.layers, mine.num_experts) != (model, experts.layers, experts.num_experts):
             raise CalibrationError(
@@ -64,19 +62,20 @@ class Calibration:
             )
 
     def rare(self, layer: int) -> list[int]:
-        """Return the experts with fewer tokens than inputs have columns: GPTQ is worse than HQQ there
-        (benchmarks/LOG.md).
+        """Return the experts with fewer tokens than inputs have columns.
+
+        GPTQ is worse than HQQ there (benchmarks/LOG.md).
         """
         tokens = self.tokens(layer).tolist()
         return [expert for expert, seen in enumerate(tokens) if seen < self.recording.hidden_size]
 
     def tokens(self, layer: int) -> Tensor:
-        """Return the tokens that each expert of a layer saw: int64 [num_experts]."""
+        """Return the number of tokens of each expert of a layer: int64 [num_experts]."""
         experts = torch.cat([self._tensor(part, layer, "experts").flatten() for part in range(len(self._parts))])
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
     def curves(self) -> tuple[tuple[float, ...], ...]:
-        """Initial thresholds, for prompts in chunks and for single tokens; see ``planner.threshold``."""
+        """Return start values of thresholds, for prompts in chunks and for single tokens; see ``planner.threshold``."""
         prompts, tokens = [], []
         for layer, part in itertools.product(range(len(self.recording.layers)), range(len(self._parts))):
             experts, weights = (self._tensor(part, layer, name)[:_READ] for name in ("experts", "weights"))
@@ -87,10 +86,9 @@ class Calibration:
         return curve_of(prompts), curve_of(tokens)
 
     def inputs(self, layer: int, expert: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what the router sent to an expert in pieces: inputs [tokens, hidden], weights [tokens, 1], both
-        float32.
+        """Yield the inputs of an expert in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32.
 
-        For None yield what the layer read, each token weighted as an expert is on average.
+        For None yield the whole layer's inputs, each token weighted like an average expert's.
         """
         for part in range(len(self._parts)):
             experts, weights = self._tensor(part, layer, "experts"), self._tensor(part, layer, "weights")
@@ -113,11 +111,11 @@ class Calibration:
         *,
         borrow: bool = False,
     ) -> tuple[Curvature, Curvature]:
-        """Return the curvature of the inputs of an expert's gate and up, and of down, rotated in blocks of
-        ``rotations``.
+        """Return the curvature of the inputs of an expert's gate and up, and of down.
 
-        With ``borrow`` the inputs of gate and up are those of the whole layer. Raises CalibrationError if they are not
-        finite.
+        It is rotated in blocks of ``rotations``.
+
+        With ``borrow`` the inputs of gate and up are those of the whole layer. CalibrationError if they are not finite.
         """
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
@@ -138,7 +136,7 @@ class Calibration:
             return Curvature.of(first, mass), Curvature.of(second, mass)
         except ValueError as error:
             name = f"expert {expert} in layer {self.recording.layers[layer]}"
-            raise CalibrationError(f"the calibration in {self.folder} is of no use for {name}: {error}") from error
+            raise CalibrationError(f"the calibration in {self.folder} cannot be used for {name}: {error}") from error
 
     def _tensor(self, part: int, layer: int, name: str) -> Tensor:
         found: Tensor = self._parts[part].get_tensor(f"{layer}.{name}")

@@ -1,5 +1,7 @@
-"""Reading a local Hugging Face checkpoint, 16-bit or quantized, without vLLM: headers say where every tensor lies, so
-that what cannot work is refused before a byte is read."""
+"""Reads a local Hugging Face checkpoint, 16-bit or quantized, without vLLM.
+
+Headers say where every tensor is, so unsupported checkpoints are refused before any weight is read.
+"""
 
 import contextlib
 import hashlib
@@ -27,7 +29,7 @@ from vllm_dymoe.quantize.tensor_names import ExpertName, Stacking, read_name
 from vllm_dymoe.quantize.tensors import CheckpointError, read_places, read_tensors
 
 _SAMPLE_BYTES = 512
-_FILE_SAMPLES = 4096  # of a file whose tensors are not known
+_FILE_SAMPLES = 4096  # samples of a file whose tensors are not known
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
 
 
@@ -36,10 +38,10 @@ class ExpertTensors:
     """The tensors of one matrix: of one expert, or of all experts of a layer in a stack."""
 
     layer: int  # index of the layer in the model
-    expert: int | None  # which one; None for a stack
-    projections: tuple[Projection, ...]  # what its rows are
+    expert: int | None  # None for a stack
+    projections: tuple[Projection, ...]  # projections in its rows
     parts: Mapping[str, TensorPlace]
-    """By the ends of their names, "weight" and "bias", or what a quantized checkpoint has."""
+    """Tensors by the endings of their names: "weight" and "bias", or those of a quantized checkpoint."""
 
 
 @dataclass(eq=False)
@@ -50,7 +52,7 @@ class Checkpoint:
     config: ModelConfig
     reader: Reader
     dense: dict[str, TensorPlace] = field(default_factory=dict)
-    """Every tensor by name that is not of the model's experts: those of its drafts, too, stay as they are."""
+    """All tensors by name except those of the model's experts; those of drafts are kept unchanged, too."""
     experts: list[ExpertTensors] = field(default_factory=list)  # the tensors of all experts
     _files: dict[Path, Any] = field(default_factory=dict)
 
@@ -63,8 +65,8 @@ class Checkpoint:
         without = sum("bias" not in tensors.parts for tensors in found.experts)
         if 0 < without < len(found.experts):
             raise CheckpointError(
-                f"{folder} has biases for some projections of its experts and not for {without} others; "
-                "only models in which all of them or none have one can be quantized here."
+                f"{folder} has biases for some projections of its experts, but not for {without} others; "
+                "only models with biases for all or none of them can be quantized."
             )
         _ = found._matrices
         for tensors in found.experts:
@@ -90,7 +92,7 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What ``--dtype auto`` means: the checkpoint's own dtype, and bfloat16 for one of 32 bits, as in vLLM."""
+        """Return the dtype of ``--dtype auto``: the checkpoint's own, or bfloat16 for one of 32 bits, as in vLLM."""
         stored = sorted(place.dtype for place in self.experts[0].parts.values() if place.dtype in FLOATS)
         dtype = self.config.dtype or (DTYPES[stored[0]] if stored else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.float32 else dtype
@@ -102,13 +104,16 @@ class Checkpoint:
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """Of every expert; some models' have no gate."""
+        """Projections of every expert; some models have no gate."""
         return tuple(Projection)[not has_gate(self.config.model_type) :]
 
     def model_experts(
         self, bits: tuple[int, ...], group_size: int, dtype: torch.dtype, quantizer: str = "rtn"
     ) -> ModelExperts:
-        """What a store of this checkpoint holds; bits have the high precision first. CheckpointError if it cannot."""
+        """Return the content of a store of this checkpoint.
+
+        ``bits`` start with the high precision. Raises CheckpointError if no store can hold it.
+        """
         hidden, intermediate = self.config.size(*EXPERT_INPUTS), self.config.size(*INTERMEDIATE)
         biased = any("bias" in tensors.parts for tensors in self.experts)
         formats = stored_formats(
@@ -131,11 +136,13 @@ class Checkpoint:
         return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
-        """One expert, by projection; CheckpointError if a tensor cannot be read or is not what config.json says."""
+        """Return one expert by projection; CheckpointError if a tensor cannot be read or does not match config.json."""
         return {projection: self._matrix(position, expert, projection) for projection in self.projections}
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits of the weights: names, shapes and a sample of each tensor (of each expert in a stack).
+        """Return sixteen hex digits that identify the weights.
+
+        They hash names, shapes and a sample of each tensor (of each expert in a stack).
 
         Copying the folder does not change it, training the model further does.
         """
@@ -180,7 +187,7 @@ class Checkpoint:
             raise CheckpointError(f"{place.path} cannot be read ({error}); download it again.") from error
         reader = self._reader(tensors)
         if not stacked or (reader.held and part in reader.parts):
-            return found  # a reader knows how its parts lie
+            return found  # the reader knows the layout of its parts
         return self.stacking.split(found, tensors.projections)[tensors.projections.index(projection)]
 
     def _sort(self, tensors: Mapping[str, TensorPlace]) -> None:
@@ -188,14 +195,14 @@ class Checkpoint:
         stacks, beyond = {found.layers for found in named.values()}, self.config.num_layers
         if not stacks:
             raise CheckpointError(
-                f"{self.folder} holds no tensor of an expert (layers.0.….experts.0.gate_proj.weight or the like); "
+                f"{self.folder} contains no expert tensors (layers.0.….experts.0.gate_proj.weight or the like); "
                 "only Mixture-of-Experts models can be quantized here."
             )
         if len(stacks) > 1:
             raise CheckpointError(f"{self.folder} has experts in several places, {' and '.join(sorted(stacks))}.")
         experts = []
         for name, place in tensors.items():
-            if name in named and named[name].layer < beyond:  # layers beyond the model's last are a draft's
+            if name in named and named[name].layer < beyond:  # later layers are a draft's
                 experts.append((named[name], place))
             else:
                 self.dense[name] = place
@@ -208,7 +215,7 @@ class Checkpoint:
 
     @cached_property
     def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
-        """Every projection by layer index and expert; refuses missing and double ones."""
+        """Return every projection by layer index and expert; CheckpointError for missing and duplicate ones."""
         count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
@@ -216,7 +223,7 @@ class Checkpoint:
             for expert in range(count) if tensors.expert is None else (tensors.expert,):
                 for projection in tensors.projections:
                     if (tensors.layer, expert, projection) in found or expert >= count:
-                        why = "is there twice" if expert < count else f"is one too many: config.json says {count}"
+                        why = "exists twice" if expert < count else f"is one too many: config.json says {count}"
                         raise CheckpointError(f"expert {expert} of {there} in {self.folder} {why}.")
                     if self._reader(tensors).parts[0] in tensors.parts:
                         found[tensors.layer, expert, projection] = tensors
@@ -232,7 +239,10 @@ class Checkpoint:
 
     @cached_property
     def stacking(self) -> Stacking:
-        """How the matrices of stacks lie, which their shapes tell: [columns, rows] fits one of the two at most."""
+        """Return the layout of stacked matrices, inferred from their shapes.
+
+        [columns, rows] fits at most one of the two layouts.
+        """
         transposed = False
         for tensors in self.experts:
             place = tensors.parts.get("weight")
@@ -246,11 +256,14 @@ class Checkpoint:
 
     @cached_property
     def _plain_format(self) -> ExpertFormat:
-        """Of one expert at 16 bits, for its shapes."""
+        """Return the format of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 
     def _check_shapes(self, tensors: ExpertTensors) -> None:
-        """Refuse shapes that are not the configuration's; a reader checks the shapes of what is held itself."""
+        """Raise CheckpointError for shapes that differ from the configuration.
+
+        Readers check quantized tensors themselves.
+        """
         matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
         rows = sum(matrix.rows for matrix in matrices)
         stacked, count = tensors.expert is None, self.config.num_experts
@@ -262,20 +275,20 @@ class Checkpoint:
             expected = (count, *self.stacking.shape(matrix)) if stacked else matrix
             if place.shape != expected:
                 raise CheckpointError(
-                    f"{place.name} in {self.folder} has shape {list(place.shape)} where config.json says "
+                    f"{place.name} in {self.folder} has shape {list(place.shape)}, but config.json says "
                     f"{list(expected)}."
                 )
 
 
 def _modules(config: ModelConfig, tensors: Mapping[str, TensorPlace]) -> list[ExpertModule] | None:
-    """The experts' matrices, by which rules are read; None where nothing is quantized."""
+    """Return the experts' matrices, by which rules are interpreted; None if nothing is quantized."""
     if config.quantization is None:
         return None
     return modules_of({name: place.dtype for name, place in tensors.items()}, config.num_layers)[0]
 
 
 def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName, TensorPlace]]) -> list[ExpertTensors]:
-    """The tensors of each matrix; CheckpointError for one that the reader does not read, or that lacks a part."""
+    """Group tensors by matrix; CheckpointError for an unsupported tensor, or a missing part."""
     matrices: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
     of_all = reader
     for named, place in found:
@@ -287,16 +300,16 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
             if not reader.held:
                 raise CheckpointError(
                     f"{what} belongs to experts but is not the 16-bit weight or bias of a gate, up or down projection, "
-                    "and config.json says of no quantization of it that could be read."
+                    "and config.json names no supported quantization of it."
                 )
             expected = f"{part} of {' or '.join(dtypes)}" if dtypes else " and ".join(reader.known_parts)
             raise CheckpointError(
-                f"{what} is not what config.json says: {reader.method} has {expected} there; correct the "
+                f"{what} does not match config.json: {reader.method} has {expected} there; correct the "
                 "quantization_config, or download the checkpoint again if it was changed."
             )
         parts = matrices.setdefault((named.layer, named.expert, named.projections), {})
         if part in parts:
-            raise CheckpointError(f"expert {named.expert} of {place.name} in {folder} is there twice.")
+            raise CheckpointError(f"expert {named.expert} of {place.name} in {folder} exists twice.")
         parts[part] = place
     for (layer, _, projections), parts in matrices.items():
         reader = of_all.at(layer, projections[0])
@@ -304,7 +317,7 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
         if lacking and parts.keys() != {"bias"}:
             raise CheckpointError(
                 f"{folder} has {next(iter(parts.values())).name} without {' and '.join(lacking)}, which "
-                f"{reader.method} has beside it; the checkpoint is damaged or half converted: download it again."
+                f"{reader.method} needs; the checkpoint is damaged or half converted: download it again."
             )
     return [ExpertTensors(*matrix, parts) for matrix, parts in matrices.items()]
 
@@ -361,8 +374,10 @@ def _load(place: TensorPlace) -> Tensor:
 
 
 def content_fingerprint(folder: Path) -> str:
-    """Sixteen hex digits of the weights of a folder, as ``Checkpoint.fingerprint``, by any loader; empty if it has
-    none. CheckpointError if a file cannot be read."""
+    """Return sixteen hex digits of a folder's weights, as ``Checkpoint.fingerprint``; empty if it has none.
+
+    CheckpointError if a file cannot be read.
+    """
     try:
         return Checkpoint.open(folder).fingerprint()
     except CheckpointError:  # vLLM reads more kinds of checkpoints than we do
@@ -375,7 +390,7 @@ def content_fingerprint(folder: Path) -> str:
 
 
 def _parts(path: Path) -> list[TensorPlace]:
-    """The tensors of a file, or even parts of one that is no safetensors file."""
+    """Return the tensors of a file, or equal parts of a file in another format."""
     size = path.stat().st_size
     if path.suffix == ".safetensors":
         with contextlib.suppress(CheckpointError):
@@ -388,8 +403,10 @@ def _parts(path: Path) -> list[TensorPlace]:
 
 
 def _sampled(places: Sequence[TensorPlace]) -> str:
-    """Sixteen hex digits of names, shapes and a sample of each tensor, of each expert in a stack; empty if there are
-    none. CheckpointError if a file cannot be read."""
+    """Return sixteen hex digits of names, shapes and a sample of each tensor, of each expert in a stack.
+
+    Empty if there are no tensors. CheckpointError if a file cannot be read.
+    """
     digest, path = hashlib.sha256(), Path()
     files: dict[Path, int] = {}
     try:

@@ -38,8 +38,8 @@ def quantization_config(options: Options) -> dict[str, Any]:
 def convert(
     checkpoint: Checkpoint,
     out: Path,
-    options: Options,  # of which high, low, group_size and quantizer count; with a calibration GPTQ is the quantizer
-    dtype: torch.dtype | None = None,  # of the scales, and of weights at 16 bits; None takes the checkpoint's
+    options: Options,  # only high, low, group_size and quantizer count; with a calibration the quantizer is GPTQ
+    dtype: torch.dtype | None = None,  # of the scales, and of weights at 16 bits; None for the checkpoint's
     calibration: Calibration | None = None,
     *,
     overwrite: bool = False,  # replace ``out`` if it is a dymoe checkpoint
@@ -79,7 +79,7 @@ def convert(
         return store.manifest
     except KeyboardInterrupt:
         if writer is not None and calibration is not None:
-            writer.close()  # what it has packed stays for the next run
+            writer.close()  # its packed experts stay for the next run
             writer = None
         raise
     except OSError as error:
@@ -98,7 +98,7 @@ def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibrat
     if calibration is not None:
         if reader.held:
             raise CheckpointError(
-                f"{checkpoint.folder} is quantized with {reader.method}, and a calibration is for 16-bit "
+                f"{checkpoint.folder} is quantized with {reader.method}, but a calibration is for 16-bit "
                 f"checkpoints; use another quantizer than {options.quantizer} for the low precision."
             )
         calibration.check_belongs(model, experts)
@@ -123,7 +123,7 @@ def _write_rest(
     if (quantization := checkpoint.config.quantization) is not None or fmt.encoding.lattice:
         ours |= describe_encodings(manifest.experts.formats)
     if quantization is not None:
-        ours["dense"] = quantization  # how vLLM reads the layers that are no experts
+        ours["dense"] = quantization  # how vLLM reads the layers without experts
     config = checkpoint.config.with_dtype(fmt.dtype) | {"quantization_config": ours}
     config.pop("compression_config", None)
     write_synced(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
@@ -134,7 +134,7 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if out.resolve() == source.resolve():
-        raise CheckpointError(f"{out} is the checkpoint to read; write to another folder.")
+        raise CheckpointError(f"{out} is the source checkpoint; write to another folder.")
     if not overwrite:
         raise CheckpointError(f"{out} exists already; name another folder, or replace it with --overwrite.")
     if not (out / MANIFEST).is_file():
@@ -142,12 +142,13 @@ def _check_target(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Return all files except the weights: tokenizer, chat templates, code, licence. CheckpointError for dangling
-    links.
+    """Return all files except the weights: tokenizer, chat templates, code, licence.
+
+    Raises CheckpointError for dangling links.
     """
     paths = sorted((*folder.iterdir(), *folder.glob(f"{_TEMPLATE_FOLDER}/*")))
     if lost := [path for path in paths if path.is_symlink() and not path.exists()]:
-        raise CheckpointError(f"{lost[0]} is a link to a file that is not there; download the checkpoint again.")
+        raise CheckpointError(f"{lost[0]} is a link to a missing file; download the checkpoint again.")
     return [
         path
         for path in paths

@@ -13,9 +13,9 @@ from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import ModelExperts, SliceKey
 from vllm_dymoe.experts.matrix import MatrixFormat
 
-# The standard deviation that models are initialised with.
+# Standard deviation with which models are initialised.
 _SPREAD = 0.02
-# 16-bit weights have one exponent, and a random sign and mantissa: their size lies between this and twice this.
+# 16-bit weights have one exponent, and a random sign and mantissa, so their size is between this and twice this.
 _SMALLEST = 2.0**-6
 
 
@@ -50,7 +50,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
     if packed.scales is not None:
         book = matrix.encoding
         if book.bits == 8:
-            # Without the bit that only codes behind the largest one have set beside all bits above it.
+            # Clears the bit that only codes above the largest finite one have set together with all bits above it.
             packed.weight[:, 1].bitwise_and_(0xFF ^ 0x11 * (0x7F ^ book.largest))
         every = torch.arange(1 << book.bits, dtype=torch.uint8)
         size = float(book.levels(every).nan_to_num(0).square().mean().sqrt())

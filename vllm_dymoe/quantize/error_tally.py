@@ -16,7 +16,8 @@ class ErrorTally:
     """The errors of the packed part of a store; threads may add different projections."""
 
     def __init__(self, experts: ModelExperts) -> None:
-        # Of each layer: (kind, bits, expert, projection) -> squares of the error, and of what it is an error of.
+        # By layer: (kind, bits, expert, projection) -> sums of squares of the error, and of the quantity it is relative
+        # to.
         self._squares: list[dict[tuple[int, ...], tuple[float, float]]] = [{} for _ in experts.layers]
         self._fallbacks: list[list[int]] = [[] for _ in experts.layers]
 
@@ -28,7 +29,7 @@ class ErrorTally:
         bits: int,
         curvature: Curvature | None,
     ) -> None:
-        """Count one projection at one bit-width; with the curvature of its inputs also the errors of its outputs.
+        """Count one projection at one bit-width; given the curvature of its inputs, also the errors of its outputs.
 
         ``restored`` is the dequantized matrix at these bits, float32 [rows, columns], and is overwritten.
         """
@@ -42,11 +43,11 @@ class ErrorTally:
             self._squares[layer][_MASS, bits, *matrix] = curvature.mass, 0.0
 
     def fell_back(self, layer: int, experts: list[int]) -> None:
-        """Note the experts of a layer for which the calibration was not used."""
+        """Record the experts of a layer for which the calibration was not used."""
         self._fallbacks[layer] = sorted(experts)
 
     def of_layer(self, layer: int) -> Any:
-        """Return what was counted for a complete layer, as JSON data."""
+        """Return the counts of a complete layer, as JSON data."""
         return {"squares": list(self._squares[layer].items()), "fallbacks": self._fallbacks[layer]}
 
     def restore(self, layer: int, counted: Any) -> None:

@@ -28,10 +28,10 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.quantize.quantizers import Codes, round_to_nearest
 
 DAMPING = 0.01
-"""Added to the Hessian's diagonal, as a share of its mean: keeps what few tokens say from being believed entirely."""
+"""Added to the Hessian's diagonal, as a share of its mean: limits the influence of few tokens."""
 
 LOW_WEIGHT = 2.0
-"""What the low reading's output error counts, of the high one's, as both are without looking at the low one."""
+"""Weight of the low reading's output error relative to the high one's, measured as if each were optimised alone."""
 
 # Columns whose errors reach the rest of the matrix in one product.
 _BLOCK = 128
@@ -48,12 +48,12 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: Tensor, mass: float = 1.0) -> "Curvature":
-        """Factorize X^T X, float [columns, columns]. Raises ValueError if it is not finite."""
+        """Factorize X^T X, float [columns, columns]; ValueError if it is not finite."""
         if not bool(torch.isfinite(hessian).all()):
             raise ValueError("inputs are NaN, infinite or too large.")
         order = hessian.diagonal().argsort(descending=True, stable=True)
         damped = _damped(hessian.double(), order)
-        # Read backwards, the lower factor of a matrix is an upper one, H = R R^T, and U is the inverse of R.
+        # Reversed, the lower factor of a matrix is an upper one, H = R R^T, and U is the inverse of R.
         upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(order), dtype=upper.dtype, device=upper.device)
         factor = torch.linalg.solve_triangular(upper, identity, upper=True)
@@ -75,7 +75,7 @@ def _damped(hessian: Tensor, order: Tensor) -> Tensor:
 
 
 def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> Codes:
-    """Quantize a matrix [rows, columns] for inputs of this curvature; low_weight 0 optimises the high reading alone."""
+    """Quantize a matrix [rows, columns] for inputs of this curvature; low_weight 0 optimises only the high reading."""
     grids = round_to_nearest(weight, format)
     columns = weight.float().t()[curvature.order]
     grid = _Grid.of(grids, curvature.order, format)
@@ -94,15 +94,15 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """What codes stand for, counted from the middle one; columns are in the order of rounding."""
+    """The numbers of codes, counted from the middle one; columns are in the order of rounding."""
 
     scales: Tensor  # float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first
     zeros: Tensor  # likewise
     steps: Tensor  # scales, infinite where they are 0
     group_of: list[int]  # group of each column
     midpoint: int
-    bin: int  # codes that have one upper half
-    low_weight: float  # of the low reading's errors; 0 where there is one reading
+    bin: int  # number of codes with the same upper half
+    low_weight: float  # weight of the low reading's errors; 0 with one reading
 
     @classmethod
     def of(cls, codes: Codes, order: Tensor, format: MatrixFormat, low_weight: float = 0.0) -> "_Grid":
@@ -113,14 +113,15 @@ class _Grid:
         return cls(scales, zeros, steps, group_of, format.encoding.midpoint, 1 << format.bits // 2, low_weight)
 
     def read(self, codes: Tensor, bin: int) -> Tensor:
-        """Return weights [columns, rows] of codes [columns, rows], of which only bins of this size are known."""
+        """Return the weights [columns, rows] of codes [columns, rows], of which only bins of this size are known."""
         rows = codes.shape[1]
         middles = codes.div(bin).floor_().mul_(bin).add_((bin - 1) / 2)
         return torch.addcmul(self.zeros[self.group_of, :rows], middles, self.scales[self.group_of, :rows])
 
     def nearest(self, column: int, wanted: Tensor, out: Tensor) -> Tensor:
-        """Write into ``out`` the codes [rows] whose readings are nearest to ``wanted`` [rows or 2 rows], which is
-        overwritten.
+        """Write the codes [rows] whose values are nearest to ``wanted`` into ``out``.
+
+        ``wanted`` has [rows or 2 rows] and is overwritten.
         """
         group = self.group_of[column]
         code, read = self._choose(wanted.sub_(self.zeros[group]).div_(self.steps[group]))
@@ -128,7 +129,7 @@ class _Grid:
         return code
 
     def _choose(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best codes for what is wanted, in steps from the zero, and what each reading makes of them."""
+        """Return the best codes for the wanted values, in steps from the zero, and the value of each reading."""
         if not self.low_weight:
             code = wanted.round_().clamp_(-self.midpoint, self.midpoint - 1)
             return code, code
@@ -136,7 +137,7 @@ class _Grid:
         middle = (self.bin - 1) / 2
         code = high.round().clamp_(-self.midpoint, self.midpoint - 1)
         near = code.div(self.bin).floor_().mul_(self.bin).add_(middle)
-        # In another bin the code nearest to `high` is at one end, so that the sum of squares is a parabola over bins.
+        # In another bin the code nearest to `high` is at one end, so the sum of squares is a parabola over bins.
         end = torch.where(low > near, 0.0, self.bin - 1.0)
         best = (high - end).add_(low - middle, alpha=self.low_weight).div_((1 + self.low_weight) * self.bin).round_()
         first = best.mul_(self.bin).clamp_(-self.midpoint, self.midpoint - self.bin)
@@ -150,7 +151,7 @@ class _Grid:
 
 def _round_columns(weight: Tensor, grid: _Grid, factor: Tensor) -> Tensor:
     """Return codes [columns, rows] for a weight [columns, rows] in the order of rounding: algorithm 1, transposed."""
-    left = weight.repeat(1, 2 if grid.low_weight else 1)  # as rounding goes on, for each reading
+    left = weight.repeat(1, 2 if grid.low_weight else 1)  # wanted values as rounding proceeds, for each reading
     codes = torch.empty_like(weight)
     for start in range(0, len(weight), _BLOCK):
         stop = min(start + _BLOCK, len(weight))

@@ -11,7 +11,7 @@ from vllm_dymoe.experts.encoding import STEPS, Encoding
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import pack, pack_floats, pack_nested
 
-# No model has a weight of 2^64, and products with it would leave the range of floats.
+# No model has a weight of 2^64, and products with it would exceed the range of floats.
 _LARGEST_SCALE = 2.0**64
 
 
@@ -19,19 +19,20 @@ _LARGEST_SCALE = 2.0**64
 class Held:
     """Codes and scales of a checkpoint, kept bit for bit.
 
-    Integers stand for (code - zero point) * scale, published floats for level[code] * (scale * multiplier / divisor).
+    An integer means (code - zero point) * scale, a published float level[code] * (scale * multiplier / divisor).
     """
 
     encoding: Encoding
     codes: Tensor  # uint8 [rows, columns]
     scales: Tensor  # [groups of rows, groups of columns], in the checkpoint's dtype, or that of the published float
-    row_groups: Tensor  # int64 [rows], the row of scales of each
+    row_groups: Tensor  # int64 [rows], each row's row of scales
     column_groups: Tensor
-    """int64 [columns], the column of scales of each. Groups are neighbours unless columns were quantized in the order
-    of their activations (GPTQ's desc_act, compressed-tensors' actorder "group")."""
+    """int64 [columns], each column's column of scales. Groups are contiguous unless columns were quantized in the
+    order of their activations (GPTQ's desc_act, compressed-tensors' actorder "group").
+    """
     factor: tuple[float, float] = (1.0, 1.0)  # multiplier and divisor of all scales, float32 numbers
     zero_points: Tensor | None = None
-    """Of integers, uint8 and of the scales' shape; the middle code everywhere if they are symmetric."""
+    """Zero points of integers, uint8 with the scales' shape; everywhere the middle code if they are symmetric."""
 
     @property
     def bits(self) -> int:
@@ -70,12 +71,12 @@ class Held:
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
         """Write the same codes and scales into a section, or into two sections if the format is nested.
 
-        The format's groups may be shorter than the checkpoint's: they then share a scale. With an act order columns are
-        sorted by their groups. Raises ValueError if the format cannot hold the numbers exactly.
+        The format's groups may be shorter than the checkpoint's: then several share a scale. With an act order, columns
+        are sorted by their groups. ValueError if the format cannot hold the numbers exactly.
         """
         if self.zero_points is None:
-            first = _first_of_groups(self.column_groups, format, "columns do not lie in groups of {} with one scale")
-            # As bytes: not every dtype of scales can be indexed.
+            first = _first_of_groups(self.column_groups, format, "columns are not in groups of {} with one scale")
+            # As bytes, because not every dtype of scales can be indexed.
             raw = self.scales.contiguous().view(torch.uint8).view(*self.scales.shape, -1)
             chosen = raw.index_select(0, self.row_groups).index_select(1, first)
             pack_floats(format, self.codes, chosen.view(self.scales.dtype).squeeze(2), section, self.factor)
@@ -84,7 +85,7 @@ class Held:
         order = self.column_groups.argsort(stable=True) if format.act_order else None
         stored = self.column_groups if order is None else self.column_groups[order]
         where = "even sorted by their groups" if format.act_order else "as they are"
-        first = _first_of_groups(stored, format, f"columns, {where}, do not lie in groups of {{}} neighbours")
+        first = _first_of_groups(stored, format, f"columns, {where}, are not in contiguous groups of {{}}")
         zeros = format.encoding.midpoint - self.zero_points[self.row_groups][:, first].to(torch.int16)
         if not format.integer_zeros and bool(zeros.any()):
             raise ValueError("it has zero points, although its configuration says that it is symmetric.")
@@ -95,8 +96,9 @@ class Held:
             pack_nested(format, self.codes, scales, zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for scales that are not finite, or that the model's dtype would round (floats are never
-        rounded).
+        """Raise ValueError for scales that are not finite, or that the model's dtype would round.
+
+        Floats are never rounded.
         """
         if self.zero_points is None:
             return
@@ -118,8 +120,11 @@ def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, colu
 
 
 def nearest(weight: Tensor, format: MatrixFormat) -> Held:
-    """The nearest codes of a published format, symmetric ones if they are integers, to a weight [rows, columns]; the
-    largest weight of a group gets the largest code. For drafts, whose experts share the slots of their model's."""
+    """Return the nearest codes of a published format, symmetric ones for integers, to a weight [rows, columns].
+
+    The largest weight of a group gets the largest code. Used for drafts, whose experts share the slots of their
+    model's.
+    """
     encoding, (rows, columns) = format.encoding, weight.shape
     size = encoding.group_size or format.group_size
     groups = F.pad(weight.float(), (0, -columns % size)).view(rows, -1, size)
@@ -141,7 +146,7 @@ def nearest(weight: Tensor, format: MatrixFormat) -> Held:
     if encoding.has_factor:
         factor = max(float(wanted.max()) / torch.finfo(encoding.scale_dtype).max, torch.finfo(torch.float32).tiny)
     scales = (wanted / factor).to(encoding.scale_dtype)
-    if encoding.scale_dtype is torch.float8_e8m0fnu:  # powers of two, rounded up so that nothing is cut off
+    if encoding.scale_dtype is torch.float8_e8m0fnu:  # powers of two, rounded up so that nothing is clipped
         scales = torch.exp2(wanted.clamp(min=2.0**-126).log2().ceil()).to(encoding.scale_dtype)
     steps = scales.float() * factor
     scaled = groups / torch.where(steps == 0, 1.0, steps).unsqueeze(2)
@@ -157,7 +162,7 @@ def check_floats(held: Held) -> Held:
         raise ValueError(f"some of its weights are NaN; {again}")
     if held.scales.dtype.itemsize > 1:
         largest = float(held.scales.abs().max())
-    else:  # bytes without their sign are in the order of what they stand for, NaN behind all
+    else:  # bytes without their sign are ordered like their numbers, with NaN after all
         raw = held.scales.view(torch.uint8) & (0x7F if held.scales.dtype is torch.float8_e4m3fn else 0xFF)
         largest = float(raw.max().view(held.scales.dtype))
     if not (math.isfinite(largest) and bool(torch.tensor(held.factor, dtype=torch.float32).isfinite().all())):
@@ -168,13 +173,13 @@ def check_floats(held: Held) -> Held:
 
 
 def blocks(size: int, block: int | None) -> Tensor:
-    """Return the block index of each row or column, int64 [size]; None if there is one block."""
+    """Return the block index of each row or column, int64 [size]; ``block`` None means one block."""
     return torch.arange(size) // (block or size)
 
 
 def unpack_pairs(packed: Tensor) -> Tensor:
     """Unpack 4-bit codes [rows, columns] from bytes [rows, columns / 2], the first one in the low half."""
-    # A byte becomes two in one word, whose lower one lies first in memory: twice as fast as writing every second byte.
+    # A byte becomes two in one word, whose lower one comes first in memory: twice as fast as writing every second byte.
     words = packed.to(torch.int16)
     both = words << 4
     return both.bitwise_or_(words).bitwise_and_(0x0F0F).view(torch.uint8)
@@ -185,7 +190,7 @@ def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
     first = stored[:: format.group_size]
     if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
         raise ValueError(
-            f"its {what.format(format.group_size)}; set high to 16 and low to 0, which hold its dequantized weights, "
+            f"its {what.format(format.group_size)}; set high to 16 and low to 0, which stores its dequantized weights, "
             f"or, "
             "with several ranks, add --enable-expert-parallel."
         )

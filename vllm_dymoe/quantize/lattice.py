@@ -19,12 +19,12 @@ from vllm_dymoe.kernels import native, pack, pack_nested
 from vllm_dymoe.kernels.lattice import RESIDUAL, WIDTH, in_point_order, in_row_order, nearest, numbers, points
 from vllm_dymoe.quantize.gptq import Curvature
 
-LOW_SHARE = 0.55  # what the low reading's wishes count in the mean that the base is nearest to
-SWEEPS = 1.0, 1.0, 0.4  # of LOW_SHARE, in each sweep of coordinate descent
+LOW_SHARE = 0.55  # weight of the low target in the mean to which the base is nearest
+SWEEPS = 1.0, 1.0, 0.4  # as shares of LOW_SHARE, in each sweep of coordinate descent
 
-SPREAD = 1.165  # a row's scale, of the root of its mean square
+SPREAD = 1.165  # a row's scale, relative to the root of its mean square
 
-# Columns whose errors reach the rest of the matrix in one product.
+# Columns whose errors are applied to the rest of the matrix in one product.
 _BLOCK = 128
 
 
@@ -82,7 +82,7 @@ class _Rounding:
         self.codes = [torch.zeros(weight.shape, dtype=torch.uint8) for _ in range(streams)]
 
     def read(self) -> Tensor:
-        """What both readings stand for: float32 [columns, streams, rows]."""
+        """Return the values of both readings: float32 [columns, streams, rows]."""
         base = points(self.codes[0])
         return torch.stack([base + RESIDUAL * points(codes) for codes in self.codes[1:]] + [base], 1)
 

@@ -1,6 +1,6 @@
-"""What config.json says of a Mixture-of-Experts model, as far as serving, packing and planning its experts need it.
+"""Reads config.json of a Mixture-of-Experts model, as far as serving, packing and planning its experts need it.
 
-The names below are the one table of what families of models call their sizes, and where they nest them.
+The names below are the only table of the names that families of models give their sizes, and where they nest them.
 """
 
 import json
@@ -16,21 +16,22 @@ from vllm_dymoe.durable import read_regular
 from vllm_dymoe.quantize.readers.configurations import with_expert_dtype
 from vllm_dymoe.quantize.tensors import CheckpointError
 
-# What a size is called, the surest name first.
+# Names of a size, the most reliable first.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
-# Latent experts read fewer numbers than the model is wide (Nemotron-H, Kimi-K3).
+# Latent experts read fewer numbers than the model width (Nemotron-H, Kimi-K3).
 EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size")
-# Where a multimodal model keeps its language model's configuration: Qwen3-Omni's thinker has a text_config of its own.
+# Keys under which multimodal models keep their language model's configuration: Qwen3-Omni's thinker has a text_config
+# of its own.
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 
-_LARGEST = 1 << 24  # of any size in config.json
+_LARGEST = 1 << 24  # upper bound of sizes in config.json
 _MOST_EXPERTS = 1 << 15
 
 
 def may_be_of_hub(model: str) -> bool:
-    """Whether this may name a model of the Hugging Face hub, and is no path."""
+    """Return whether a string may name a model on the Hugging Face hub, and is not a path."""
     return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", model) is not None
 
 
@@ -59,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def nested_configs(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """A configuration and, of a multimodal model, those inside of it; the language model's is the last."""
+    """Return a configuration and, for a multimodal model, those nested in it; the language model's is the last."""
     found = [config]
     while inner := next((found[-1][key] for key in _NESTED if isinstance(found[-1].get(key), Mapping)), None):
         found.append(inner)
@@ -67,7 +68,7 @@ def nested_configs(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def has_gate(model_type: object) -> bool:
-    """Whether experts have a gate projection beside up and down."""
+    """Return whether experts have a gate projection in addition to up and down."""
     return not str(model_type).startswith("nemotron_h")
 
 
@@ -82,7 +83,10 @@ class ModelConfig:
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """How another tool has quantized the checkpoint; None if it has 16 bits, CheckpointError if it is ours."""
+        """Return how another tool has quantized the checkpoint; None for 16 bits.
+
+        Raises CheckpointError for a checkpoint in the plugin's own format.
+        """
         beside = self._path.with_name("hf_quant_config.json")  # of ModelOpt before 0.31
         found = self.json.get("quantization_config") or self.json.get("compression_config")
         found = found or self._text.get("quantization_config") or (read_json(beside) if beside.is_file() else None)
@@ -90,11 +94,11 @@ class ModelConfig:
             return None
         if not isinstance(found, dict):
             raise CheckpointError(
-                f"quantization_config in {self._path} is {found!r} and no object; download the checkpoint again."
+                f"quantization_config in {self._path} is {found!r}, not an object; download the checkpoint again."
             )
         if found.get("quant_method") == "dymoe":
             raise CheckpointError(
-                f"{self._path.parent} is a dymoe checkpoint already; quantize the one that it was made from."
+                f"{self._path.parent} is already a dymoe checkpoint; quantize the original checkpoint."
             )
         return with_expert_dtype(found, self.json)
 
@@ -108,7 +112,7 @@ class ModelConfig:
         return None
 
     def with_dtype(self, dtype: torch.dtype) -> dict[str, Any]:
-        """config.json with the dtype that the experts have, so that vLLM's "auto" chooses it for the rest."""
+        """Return config.json with the experts' dtype, so that vLLM's "auto" chooses it for the rest."""
         name = str(dtype).removeprefix("torch.")
 
         def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class ModelConfig:
 
     @property
     def num_experts(self) -> int:
-        """CheckpointError for more than a router's numbers of 16 bits can name."""
+        """Number of experts per layer; CheckpointError if 16-bit ids cannot name them."""
         for key in NUM_EXPERTS:
             if isinstance(counts := self._text.get(key), list) and len(counts) > 1:
                 raise CheckpointError(
@@ -133,14 +137,14 @@ class ModelConfig:
                 )
         if (count := self.size(*NUM_EXPERTS)) > _MOST_EXPERTS:
             raise CheckpointError(
-                f"{self._path} says that a layer has {count} experts, and at most {_MOST_EXPERTS} are supported; "
+                f"{self._path} says that a layer has {count} experts, but at most {_MOST_EXPERTS} are supported; "
                 "correct it, or download the checkpoint again."
             )
         return count
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model, without those of drafts, which may come after them."""
+        """Number of layers of the model, without those of drafts, which may come after them."""
         return self.size("num_hidden_layers", "num_layers")
 
     @property
@@ -149,7 +153,10 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def size(self, *keys: str) -> int:
-        """The first of some keys that it has; where each layer has its own, the largest. CheckpointError if none."""
+        """Return the first of some keys that it has, the largest if each layer has its own.
+
+        Raises CheckpointError if there is none.
+        """
         for key in keys:
             value = self._text.get(key)
             if value is not None:

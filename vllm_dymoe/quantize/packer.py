@@ -1,7 +1,7 @@
-"""From the experts of a checkpoint to packed sections in a store.
+"""Packs the experts of a checkpoint into sections of a store.
 
-Each projection is quantized at every stored bit-width and goes straight to its place, so that nothing bigger than one
-projection is ever unpacked. What the checkpoint has at one of these bit-widths already is taken as it is.
+Each projection is quantized at every stored bit-width and written directly to its place, so nothing bigger than one
+projection is ever unpacked. Codes that the checkpoint already has at one of these bit-widths are kept.
 """
 
 import contextlib
@@ -31,24 +31,26 @@ from vllm_dymoe.quantize.lattice import quantize_lattice
 from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
 
-FALLBACK = "hqq"  # what quantizes the experts that a calibration saw too rarely
+FALLBACK = "hqq"  # quantizer for experts that a calibration saw too rarely
 
-Place = tuple[int, int, Projection]  # position of the layer, local expert, and which of its matrices
+Place = tuple[int, int, Projection]  # position of the layer, local expert, and projection
 
 Given = Tensor | Held | Callable[[], Tensor | Held]
-"""A weight, or what makes it, which is called by the thread that packs it."""
+"""A weight, or a function that returns it, called by the thread that packs it."""
 
-# Of memory, for each weight, while it is packed: codes and their copies (3.2 measured), or floats beside what is read
-# of their codes (8.2).
+# Bytes of memory per weight while it is packed: codes and their copies (3.2 measured), or floats and the codes read for
+# them (8.2).
 _BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
 
 JOURNAL = "packed.jsonl"
 
 
 class Journal:
-    """A file beside the shards: a line with all that decides what they hold, then one for each complete, synced layer.
+    """A file next to the shards that lists complete layers.
 
-    A journal of another purpose is begun anew.
+    Its first line contains everything that determines the shards; each other line names a complete, synced layer.
+
+    A journal with another purpose is started anew.
     """
 
     def __init__(self, folder: Path, purpose: str) -> None:
@@ -59,13 +61,13 @@ class Journal:
                 try:
                     layer, state = json.loads(line)
                 except ValueError:
-                    break  # the line that was being written
+                    break  # an incomplete last line
                 self.layers[layer] = state
         lines = [purpose, *(json.dumps(entry) for entry in self.layers.items())]
         self._path.write_text("".join(f"{line}\n" for line in lines))
 
     def add(self, layer: int, state: Any) -> None:
-        """Note that a layer (by position) is complete, with what has to be known of it later, as JSON data."""
+        """Record that a layer (by position) is complete, with JSON data that is needed later."""
         with self._path.open("a") as file:
             file.write(json.dumps((layer, state)) + "\n")
             file.flush()
@@ -89,14 +91,16 @@ def pack(
     quantizer: str,
     writer: StoreWriter,
     calibration: Calibration | None = None,
-    journal: Journal | None = None,  # which layers are packed already; each that is packed and synced is added
-    progress: Callable[[int], None] = lambda nbytes: None,  # called with source bytes as they are done
+    journal: Journal | None = None,  # records packed layers, which are skipped; each that is packed and synced is added
+    progress: Callable[[int], None] = lambda nbytes: None,  # called with numbers of source bytes done
 ) -> ErrorRecord:
-    """Pack every expert of a checkpoint; a whole one at a time, because what down reads follows from the others.
+    """Pack every expert of a checkpoint, a whole one at a time.
+
+    Down's inputs depend on the other projections.
 
     Args:
-        calibration: for GPTQ and lattices. Experts that it saw too rarely are quantized with HQQ, or, to points of a
-            lattice, with what their layer read.
+        calibration: for GPTQ and lattices. Experts with too few tokens are quantized with HQQ, or, for a lattice, with
+            the inputs of their layer.
     """
     errors = ErrorTally(experts)
     chosen = QUANTIZERS[quantizer if calibration is None else FALLBACK]
@@ -131,7 +135,7 @@ def pack(
             writer.sync(layer)
             journal.add(layer, errors.of_layer(layer))
 
-    # Closed here: an error may close the writer's files next, and by then no thread may write to them.
+    # Closed here, because an error may close the writer's files next, when no thread may write to them any more.
     with contextlib.closing(SideBySide(done)) as cores:
         for layer, expert in work():
             cores.submit(checkpoint.layer_bytes[layer] // experts.num_experts, do, layer, expert)
@@ -148,11 +152,11 @@ def pack_projection(
     errors: ErrorTally,
     curvature: Curvature | None = None,
 ) -> None:
-    """Write one projection at every stored bit-width; safe to call from several threads. With the curvature of its
-    inputs, rotated ones for a lattice, GPTQ takes the quantizer's place.
+    """Write one projection at every stored bit-width; safe to call from several threads.
 
-    Codes go into the version of their bits as they are; the others are quantized from what the codes stand for.
-    StoreError if the shape is not the model's, weights are not finite, or codes cannot be held as they are.
+    Given the curvature of its inputs (rotated for a lattice), GPTQ replaces the quantizer. Codes are kept for the
+    version of their bits; other versions are quantized from their dequantized weights. StoreError if the shape is not
+    the model's, weights are not finite, or codes cannot be kept.
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
@@ -200,7 +204,10 @@ def pack_projection(
 
 
 def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
-    """What is quantized: rotated for a lattice; ValueError for codes whose scales the format cannot hold."""
+    """Return the weights to quantize, rotated for a lattice.
+
+    Raises ValueError for codes whose scales the format cannot hold.
+    """
     if isinstance(weight, Held):
         weight.check_scales(form.dtype)
         weight = weight.dequantize()
@@ -208,7 +215,7 @@ def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
 
 
 class ExpertPacker:
-    """Takes weights and biases in any order, and knows which are missing. What is there of a matrix waits for the rest.
+    """Takes weights and biases in any order, and knows which are missing; parts of a matrix wait for the rest.
 
     Threads pack them, so that an error is raised later, by ``finish`` at the latest. Weights of layers that a journal
     has are ignored; each layer that is complete is synced and entered there.
@@ -243,12 +250,12 @@ class ExpertPacker:
         }
 
     def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one weight, [rows, columns] on any device. Raises the StoreError of this one or one before it."""
+        """Take one weight, [rows, columns] on any device; raises its StoreError, or that of an earlier one."""
         weight = weight.cpu() if isinstance(weight, Tensor) else weight
         self._take((layer, expert, projection), "weight", weight)
 
     def put_bias(self, layer: int, expert: int, projection: Projection, bias: Tensor) -> None:
-        """Take one bias, [rows] on any device; otherwise as ``put``."""
+        """Take one bias, [rows] on any device; otherwise like ``put``."""
         self._take((layer, expert, projection), "bias", bias.to("cpu", copy=True))
 
     def _take(self, place: Place, kind: str, given: Given) -> None:
@@ -298,7 +305,7 @@ class ExpertPacker:
         self._writer.close()
 
     def discard(self) -> None:
-        self._threads.close()  # by now no thread may write to the files
+        self._threads.close()  # no thread may write to the files from now on
         self._writer.discard()
 
 

@@ -13,9 +13,9 @@ from vllm_dymoe.quantize.held import nearest
 
 # Weights that are quantized together on a CPU: half a megabyte of floats.
 _CHUNK = 1 << 17
-# Of HQQ: the norm, what it is relaxed by, and that growing from round to round.
+# Parameters of HQQ: the norm, its relaxation, the growth of that per round, and the number of rounds.
 _NORM, _BETA, _BETA_GROWTH, _ROUNDS = 0.7, 10.0, 1.01, 20
-# Keeps 0 / 0 out of the shrinking of an error that is 0.
+# Avoids 0 / 0 when an error of 0 is shrunk.
 _TINY = 1e-30
 
 
@@ -70,7 +70,7 @@ def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
             codes[improved], zeros[improved], lowest[improved] = found[better], moved[better], norms[better]
             if number == _ROUNDS:
                 break
-            # What shrinking takes off an error x, in steps: x * min(1, |x|**p / (beta * x**2)).
+            # What shrinking removes from an error x, in steps: x * min(1, |x|**p / (beta * x**2)).
             taken = (powers / (errors.square() + _TINY)).div_(beta).clamp_(max=1).mul_(errors)
             means = taken.sum(1) / weighs.sum(1)
             again = (moved.float() + means * steps).to(zeros.dtype)
@@ -92,8 +92,8 @@ def quantize_matrix(
 ) -> None:
     """Quantize a matrix and pack it into its sections.
 
-    At 16 bits it is rounded to the format's dtype, in the format of a published checkpoint to its nearest numbers.
-    Raises ValueError for weights that cannot be represented, or shapes that do not fit.
+    At 16 bits it is rounded to the format's dtype, and for a published format to its nearest numbers. ValueError for
+    weights that cannot be represented, or shapes that do not fit.
     """
     if not format.quantized:
         _check_shape(weight, format)

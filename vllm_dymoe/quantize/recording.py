@@ -1,9 +1,9 @@
-"""Records what the experts of a running model read: inputs and routing of every MoE layer.
+"""Records the inputs of a running model's experts, and the routing of every MoE layer.
 
 A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and the inputs of
-down exist only inside a kernel. The inputs of 131072 tokens take 26 GB and go to disk; every Hessian follows from them
-and the weights, one expert at a time (``calibration``). A recording is a folder of parts, safetensors files with the
-inputs of some whole texts. A part gets its name when it is complete and synced, so that a run that was killed resumes.
+down exist only inside a kernel. The inputs of 131072 tokens take 26 GB and are written to disk; every Hessian follows
+from them and the weights, one expert at a time (``calibration``). A recording is a folder of parts, safetensors files
+with the inputs of some whole texts. A part gets its name when it is complete and synced, so a killed run can resume.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ class Recording:
     """The manifest of a folder of recorded inputs."""
 
     model: str  # fingerprint of the checkpoint
-    texts: str  # and of the tokens
+    texts: str  # fingerprint of the tokens
     parts: tuple[int, ...]  # tokens in each part
     layers: tuple[int, ...]  # index of each MoE layer in the model
     num_experts: int  # in each layer, over all ranks
@@ -44,7 +44,9 @@ class Recording:
     hidden_size: int
     dtype: str  # of the inputs, ``"bfloat16"`` or ``"float16"``
     activation: str | tuple[str, ...]
-    """Of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; one name stands for all."""
+    """Activation of each layer, by the name of :class:`~vllm_dymoe.kernels.Activation`; a single name stands for
+    all.
+    """
     format: Literal["vllm-dymoe calibration"] = "vllm-dymoe calibration"
     version: Literal[1] = 1
 
@@ -119,7 +121,7 @@ class PartWriter:
         try:
             self._file = create(self._unfinished, exclusive=False)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._file, 0)  # of what a run that was killed has left
+            os.ftruncate(self._file, 0)  # left by a killed run
             write_at(self._file, header, 0)
         except BlockingIOError:
             os.close(self._file)
@@ -147,7 +149,7 @@ class PartWriter:
         if missing := self._tokens - min(self._done):
             self.discard()
             raise CalibrationError(
-                f"the model computed {missing} tokens less than the {self._tokens} of {self._path.name}; "
+                f"the model computed {missing} tokens fewer than the {self._tokens} of {self._path.name}; "
                 "serve it with enable_prefix_caching=False."
             )
         try:
@@ -164,5 +166,5 @@ class PartWriter:
     def _refused(self, error: OSError) -> CalibrationError:
         return CalibrationError(
             f"{self._path} cannot be written ({error.strerror}); free some space or choose another folder, "
-            "and start again: what is complete is kept."
+            "and start again: complete parts are kept."
         )

@@ -12,12 +12,13 @@ import torch
 
 from vllm_dymoe.cgroups import usable_cores
 
-# Needed by what waits or is worked on; with it a machine of many cores stays below 2 GiB beside what is packed.
+# Memory of waiting and running pieces; it keeps a machine with many cores below 2 GiB in addition to the packed
+# experts.
 _MOST_BYTES = 1 << 30
 
 
 class SideBySide:
-    """Pieces of work that one thread submits; ``done`` is called with each one's arguments, in that order."""
+    """Runs pieces of work that one thread submits; calls ``done`` with each one's arguments, in that order."""
 
     def __init__(self, done: Callable[..., object]) -> None:
         self._done = done
@@ -27,7 +28,7 @@ class SideBySide:
         self._bytes = 0
 
     def submit(self, nbytes: int, do: Callable[..., object], *arguments: Any) -> None:
-        """Submit a piece that needs so many bytes, once there is room for it. Raises the error of an earlier piece."""
+        """Submit a piece that needs ``nbytes`` bytes, once there is room; raises the error of an earlier piece."""
         while self._pending and (len(self._pending) == self._most or self._bytes + nbytes > _MOST_BYTES):
             self._finish_oldest()
         self._pending.append((self._pool.submit(do, *arguments), nbytes, arguments))
@@ -53,19 +54,19 @@ def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     """Return threads whose tensor operations stay on one core, and their number."""
     cores = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):  # those on which any thread of this process may run
-            with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir("/proc/self/task"):  # cores on which any thread of this process may run
+            with contextlib.suppress(OSError):  # the thread has ended
                 cores |= os.sched_getaffinity(int(task))
     count = usable_cores(len(cores))
     started = threading.Barrier(count)
 
     def start() -> None:
-        # vLLM's CPU worker is bound to one core, and threads that it starts would be.
+        # vLLM's CPU worker is bound to one core, and threads that it starts would be, too.
         os.sched_setaffinity(0, cores)
-        torch.get_num_threads()  # from here on this thread's number is its own
+        torch.get_num_threads()  # from here on this thread has its own number
         started.wait()
 
-    # As torch.set_num_threads, which vLLM's CPU worker replaces: the caller's own number ends as it was.
+    # Like torch.set_num_threads, which vLLM's CPU worker replaces: the caller's own number is restored.
     before = torch.get_num_threads()
     torch._C.set_num_threads(1)
     try:

@@ -1,11 +1,11 @@
-"""How checkpoints name their experts, and how several projections lie in one tensor.
+"""How checkpoints name their experts, and how several projections share one tensor.
 
-A tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``, ``w2``),
-or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and
-``experts.down_proj`` [E, H, I]; Granite's are named ``input_linear`` and ``output_linear``. GPT-OSS's, Llama 4's and
-Qwen3-VL-MoE's stacks are transposed, [E, H, 2 I] and [E, I, H], which their shapes tell; GPT-OSS has gate and up in
-turns, row by row. A bias is a tensor beside its weight, without the columns. Quantized stacks have the name of a part
-behind that of the weight, as in ``gate_up_proj_blocks``, and are not transposed.
+There is a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``,
+``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and ``experts.down_proj`` [E,
+H, I]; Granite's are named ``input_linear`` and ``output_linear``. Stacks of GPT-OSS, Llama 4 and Qwen3-VL-MoE are
+transposed, [E, H, 2 I] and [E, I, H], which is inferred from their shapes; in GPT-OSS rows of gate and up alternate. A
+bias is a separate tensor, without the columns. The names of quantized stacks end with that of a part, as in
+``gate_up_proj_blocks``, and the stacks are not transposed.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.format import Projection
 
-# Layers of drafts (multi-token prediction), and of Qwen3-Omni's second model, which vLLM serves apart.
+# Layers of drafts (multi-token prediction), and of Qwen3-Omni's second model, which vLLM serves separately.
 _OTHER_MODELS = frozenset(("mtp", "talker"))
 _NAME = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?:[^.]+\.)*experts\.(?P<rest>.+)")
 _GRANITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<layer>\d+)\.block_sparse_moe\.(?P<rest>\w+_linear)\.weight")
@@ -27,23 +27,23 @@ _STACKED = {
     "down_proj": _DOWN,
     "output_linear": _DOWN,
 }
-_ROUTERS = "e_score_correction_bias"  # Laguna's lies beside the experts
-_STACK_PARTS = {"scale_inv": "weight_scale_inv", "scale": "weight_scale"}  # beside a weight that has no ".weight"
+_ROUTERS = "e_score_correction_bias"  # Laguna stores it next to the experts
+_STACK_PARTS = {"scale_inv": "weight_scale_inv", "scale": "weight_scale"}  # of a weight whose name has no ".weight"
 
 
 @dataclass(frozen=True)
 class ExpertName:
-    """What the name of a tensor says of an expert."""
+    """The parts of an expert tensor's name."""
 
-    layers: str  # the list of layers that it is in, ``model.layers``
+    layers: str  # name of its list of layers, ``model.layers``
     layer: int  # index of the layer in the model
-    expert: int | None  # which one; None for a stack of all the layer's experts
-    projections: tuple[Projection, ...]  # what its rows are; none if the rest of the name is not known
-    part: str  # "weight", "bias", or what else the name ends with ("qweight" in quantized checkpoints)
+    expert: int | None  # None for a stack of all the layer's experts
+    projections: tuple[Projection, ...]  # projections in its rows; empty if the rest of the name is unknown
+    part: str  # "weight", "bias", or another ending ("qweight" in quantized checkpoints)
 
     @property
     def of_model(self) -> bool:
-        """Whether the layers are the model's own, and not a draft's or another model's beside it."""
+        """Whether the layers are the model's own, not those of a draft or of another model."""
         return _OTHER_MODELS.isdisjoint(self.layers.split("."))
 
 
@@ -65,18 +65,18 @@ def read_name(name: str) -> ExpertName | None:
 
 @dataclass(frozen=True)
 class Stacking:
-    """How a stack's matrices lie: columns first; gate and up in turns, row by row, in place of one behind the other."""
+    """Layout of a stack's matrices: columns first or not; rows of gate and up alternating, or one after the other."""
 
     transposed: bool = False
     interleaved: bool = False
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        """What a matrix [rows, columns], or a bias [rows], looks like in a stack."""
+        """Return the shape that a matrix [rows, columns], or a bias [rows], has in a stack."""
         return matrix[::-1] if self.transposed else matrix
 
     def split(self, matrix: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
-        """One expert of a stack, or its bias [rows], as a view for each projection: [rows, columns], or [rows]."""
-        rows = matrix.t() if self.transposed else matrix  # t() leaves a bias as it is
+        """Return views of one expert of a stack, or of its bias, for each projection: [rows, columns], or [rows]."""
+        rows = matrix.t() if self.transposed else matrix  # t() does not change a bias
         return tuple(rows[part] for part in self.rows(rows.shape[0], projections))
 
     def rows(self, count: int, projections: tuple[Projection, ...]) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie, and copying some of them byte for byte into shards of our own."""
+"""Finds the tensors of a checkpoint, and copies some of them byte for byte into shards of our own."""
 
 import json
 import math
@@ -21,10 +21,13 @@ class CheckpointError(RuntimeError):
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Every tensor of a checkpoint; CheckpointError if there is none, a file is damaged, or one is there twice."""
+    """Return every tensor of a checkpoint.
+
+    Raises CheckpointError if there is none, if a file is damaged, or if one exists twice.
+    """
     files = weight_files(folder)
     if not files:
-        raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not read.")
+        raise CheckpointError(f"{folder} has no *.safetensors files; other formats are not supported.")
     tensors: dict[str, TensorPlace] = {}
     for path in files:
         for name, place in read_places(path).items():
@@ -35,14 +38,16 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def check_files(folder: Path) -> list[TensorPlace]:
-    """All tensors; CheckpointError if a safetensors file is missing or shorter than its header says."""
+    """Return all tensors; CheckpointError if a safetensors file is missing or shorter than its header says."""
     return [place for path in weight_files(folder) for place in read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
-    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors``, telling bytes as they go, with an index
-    that keeps other files out of vLLM's loader. CheckpointError if a source file ends early."""
-    # Wide elements first, so that each tensor is aligned to its own; then in the order of the sources.
+    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors``; ``progress`` gets the bytes done.
+
+    An index keeps other files out of vLLM's loader. CheckpointError if a source file ends early.
+    """
+    # Wide elements first, so that each tensor is aligned to its own size; then in the order of the sources.
     shards: list[list[TensorPlace]] = [[]]
     size = total = 0
     widths = {place: place.nbytes // max(1, math.prod(place.shape)) for place in tensors}
@@ -63,7 +68,7 @@ def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callabl
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that the checkpoint's index names, else all of them."""
+    """Return the files that the checkpoint's index names, else all of them."""
     index = folder / INDEX
     if index.exists() or index.is_symlink():
         try:
@@ -72,20 +77,21 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index} cannot be read ({error!r}); download it again.") from error
         if foreign := [name for name in names if not _is_inside(name)]:
             raise CheckpointError(
-                f"{index} names {foreign[0]!r}, which is no file of that folder; download the checkpoint again, or "
+                f"{index} names {foreign[0]!r}, which is not a file of that folder; download the checkpoint again, or "
                 "correct the index."
             )
         return [folder / name for name in names]
-    # Mistral's repositories hold the same weights a second time under this name.
+    # Mistral's repositories contain the same weights a second time under this name.
     return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
 
 
 def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -> None:
-    """CheckpointError for a link that leads out of a checkpoint: what it leads to would be copied, and published, or
-    served.
+    """Raise CheckpointError for a link that leads out of a checkpoint.
 
-    A snapshot of the Hugging Face hub has links into the blobs beside it, which are its own. With ``hub`` other blobs
-    of the hub's cache will do, too: `hf download --local-dir` linked to them before huggingface_hub 0.23.
+    Its target would be copied, published or served.
+
+    A snapshot of the Hugging Face hub has links to the blobs next to it, which belong to it. With ``hub`` other blobs
+    of the hub's cache are allowed, too: `hf download --local-dir` linked to them before huggingface_hub 0.23.
     """
     whole, roots = folder.resolve(), [folder.resolve()]
     if whole.parent.name == "snapshots":
@@ -95,13 +101,13 @@ def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -
         blob = hub and real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
         if not blob and not any(real.is_relative_to(root) for root in roots):
             raise CheckpointError(
-                f"{path} is a link to {real}, which is no file of the checkpoint; put a copy of it there, or remove "
+                f"{path} is a link to {real}, which is not a file of the checkpoint; put a copy of it there, or remove "
                 "the link."
             )
 
 
 def _is_inside(name: object) -> bool:
-    """Whether an index may name a file so: below the folder of the index."""
+    """Return whether an index may name a file like this: inside the folder of the index."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -109,7 +115,7 @@ def _is_inside(name: object) -> bool:
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
-    """The tensors of one file, by name; CheckpointError if it is damaged, or a link to nowhere."""
+    """Return the tensors of one file, by name; CheckpointError if it is damaged, or a dangling link."""
     try:
         file = open_regular(path)
         try:
@@ -132,7 +138,7 @@ def _write_shard(path: Path, tensors: Sequence[TensorPlace], progress: Callable[
                 while left:
                     piece = source.read(min(left, _PIECE_BYTES))
                     if not piece:
-                        raise CheckpointError(f"{place.path} became shorter while it was read; download it again.")
+                        raise CheckpointError(f"{place.path} was truncated while it was read; download it again.")
                     target.write(piece)
                     left -= len(piece)
                     progress(len(piece))

@@ -1,5 +1,6 @@
-"""Every MoE layer of one model on one rank: how the budget is spent, and what changes while ``serving`` has steps."""
+"""The expert server of one rank: budget, cache and executors of all MoE layers, and changes between steps."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from vllm_dymoe.cache.budget import (
 )
 from vllm_dymoe.cache.device_cache import Budget, DeviceCache, SlotPools, Writer, check_cache
 from vllm_dymoe.cache.device_memory import make_device_memory
-from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable
+from vllm_dymoe.cache.device_table import DeviceCounts, DeviceTable, DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
@@ -31,10 +32,12 @@ from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
-from vllm_dymoe.executor.cpu_worker import CpuWorker
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device
+from vllm_dymoe.executor.cpu_worker import CpuWorker, longest_wait
+from vllm_dymoe.executor.device_planning import plans_on_device
+from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
+from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
@@ -51,7 +54,7 @@ from vllm_dymoe.server.stats import ServerStats
 
 
 class Parts:
-    """What a server is made of on a device."""
+    """The device-specific parts of a server."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
@@ -62,17 +65,19 @@ class Parts:
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
     ) -> SmallBatchKernel:
-        """What decides and computes a decode step without the host, behind an emulated link if there is one; ValueError
-        if the kernel cannot."""
+        """Return what plans and computes decode steps without the host; ValueError if the kernel cannot.
+
+        ``link_gbps`` emulates a link of that rate.
+        """
         if isinstance(kernel, CpuKernel):
             return PlainKernels(kernel, experts.of_layers, link_gbps)
-        # Importing triton takes a second, which only a GPU needs.
+        # Importing triton takes a second, and only a GPU needs it.
         from vllm_dymoe.executor.triton_kernels import TritonKernels
 
         return TritonKernels(kernel, experts, SMALL_BATCH_ROWS)
 
     def lock(self, memory: torch.Tensor) -> str | None:
-        """Lock memory for the device; what is in the way, if something is."""
+        """Pin memory for the device; return the reason why that failed, or None."""
         if self.device.type == "cpu":
             return None
         return CudaPageLock(self.device).lock(memory.data_ptr(), whole_pages(memory.numel()))
@@ -83,14 +88,17 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Spending:
-    """What a plan of slots follows from, beside options and policy."""
+    """What a slot plan depends on, in addition to options and policy."""
 
-    experts: ModelExperts  # of the rank
+    experts: ModelExperts  # experts of this rank
     filled: bool  # slots for every expert are filled at start
     automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, policy: Policy, overhead: int) -> SlotPlan:
-        """Of a budget, or a limit in bytes, of which ``overhead`` bytes are no slots; ConfigError as ``plan_slots``."""
+        """Return the slot plan of a budget or a limit in bytes, of which ``overhead`` bytes are not for slots.
+
+        ConfigError as for ``plan_slots``.
+        """
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, overhead, self.automatic)
         return plan_slots(self.experts, options, policy, budget, overhead, filled=self.filled)
@@ -98,18 +106,18 @@ class _Spending:
 
 @dataclass(frozen=True, eq=False)
 class _DevicePlanning:
-    """What steps without the host have as long as the server lives, since captured graphs use it."""
+    """Objects of device-planned steps, which live as long as the server because captured graphs use them."""
 
     table: DeviceTable
     memory: StepMemory
     kernel: SmallBatchKernel
     branch: Branch
-    counts: DeviceCounts | None  # of what routers choose; None unless versions move between steps
+    counts: DeviceCounts | None  # counts of routers' choices; None unless versions move between steps
 
 
 @dataclass(frozen=True, eq=False)
 class _Serving:
-    """What serves with one allocation of slots and one policy: it is replaced as a whole."""
+    """The objects that serve one allocation of slots and one policy; replaced as a whole."""
 
     options: Options
     cache: DeviceCache
@@ -118,20 +126,20 @@ class _Serving:
 
 
 class ExpertServer:
-    """Every MoE layer of one model on one rank; ConfigError if the budget cannot hold one expert of each precision in
-    use.
+    """Every MoE layer of one model on one rank.
 
-    A resize, another precision and waking up each build a new ``_Serving`` between two steps, and swap it in.
+    A resize, a change of precision and a wake-up each build a new ``_Serving`` between two steps, and swap it in.
+    ConfigError if the budget cannot hold one expert of each precision in use.
 
     Args:
-        agree: with the ranks that have other parts of the same experts, for a policy that moves versions.
-        around: MoE layers of a pipeline's stages before this one and behind it.
+        agree: exchanges values with ranks that have other parts of the same experts, for policies that move versions.
+        around: MoE layers of a pipeline before this stage and after it.
         predictor: predicts experts, or what makes it if anyone asks; it is told whether the device asks, whose captured
             graphs cannot be given another one.
-        rates: file that keeps how fast link and host are; None to measure anew.
-        on_late: called with a message when the CPU has not answered the device in time.
-        training_bytes: device memory that the training of a predictor takes, which is of the budget.
-        predictor_room: device memory of the predictor that it will make.
+        rates: file that stores the rates of link and CPU; None to measure them every time.
+        on_late: called with a message if the CPU has not answered the device in time.
+        training_bytes: device memory for training a predictor, part of the budget.
+        predictor_room: device memory for the trained predictor, part of the budget.
     """
 
     def __init__(
@@ -140,14 +148,14 @@ class ExpertServer:
         options: Options,
         device: torch.device,
         automatic_budget: int = 0,  # bytes to use if ``options.expert_budget`` is automatic
-        policy: Policy | None = None,  # in place of the one that the options name
-        engine: TransferEngine | None = None,  # in place of the one that fits the device
+        policy: Policy | None = None,  # replaces the policy that the options name
+        engine: TransferEngine | None = None,  # replaces the engine for the device
         predictor: Predictor | Callable[[bool], Predictor | None] | None = None,
         *,
-        obstacle: str = "",  # why the host has to plan in decode, if the model is such a one
+        obstacle: str = "",  # why the model needs host-side planning in decode; empty if it does not
         agree: Agree = list,
         around: tuple[int, int] = (0, 0),
-        parts: Parts | None = None,  # in place of those of the device
+        parts: Parts | None = None,  # replaces the device's parts
         rates: Path | None = None,
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
@@ -156,7 +164,7 @@ class ExpertServer:
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
-        self._plain_cpu = on_cpu and engine is None and parts is None  # nothing stands in for another device
+        self._plain_cpu = on_cpu and engine is None and parts is None  # no other device is emulated
         self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
         # Kinds of layers have launches of their own.
@@ -170,17 +178,23 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
-        obstacle = DRAFTED if self.experts.draft_layers else obstacle
         if not obstacle and any(fmt.down is not None for fmt in formats):
             obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
-            obstacle = "this device has other addresses for pinned host memory than the host"
+            obstacle = "the device and the host have different addresses for pinned memory"
         _check_misses(options, store, on_cpu=on_cpu)
-        decides, why_not = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)
-        decoding = None
+        given: dict[str, str] = {"unreadable": unreadable(store), "obstacle": obstacle}
+        decides, why_not = plans_on_device(options, policy, device.type, **given)
+        decoding: SmallBatchKernel | None = None
+        self.disk_queue: DiskQueue | None = None
         if decides:
             decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
-        self.host_plans_because = why_not  # if the device was to decide
+        if decoding is not None and not store.readable:
+            watched = parts.device_memory.ends_long_kernels()
+            waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
+            self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
+            decoding = decoding.with_disk(self.disk_queue)
+        self.host_plans_because = why_not  # empty if planning on the host was requested
         execution = options, store, self.engine, device, parts.lock, on_late, rates
         watched = parts.device_memory.ends_long_kernels()
         self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
@@ -206,7 +220,8 @@ class ExpertServer:
         files = self.host_cache.files if self.host_cache else store
         self._step_counts = StepCounts(disk=files.counts) if isinstance(files, FileStore) else StepCounts()
         self._agree, self._around = agree, around
-        self.asleep = 0  # at which level
+        self._link_rate = _known_rate(options, device)
+        self.asleep = 0  # sleep level; 0 while awake
         self._spending = _Spending(self.experts, decoding is not None, automatic_budget)
         plan = self._spending.plan(options.expert_budget, options, policy, self.overhead)
         self._serving = self._allocate(options, policy, plan)
@@ -214,20 +229,28 @@ class ExpertServer:
     # -- what can change between two steps --------------------------------------------------------
 
     def resize(self, budget: Any) -> None:
-        """Change the expert budget, as the option has it; the cache starts empty, and what a smaller one leaves goes
-        back to the device. The old one stays with a ValueError: it is not a budget, or cannot hold one expert of each
-        precision, or the device has not so much, or a read that was given up still has not ended."""
+        """Change the expert budget, given as for the option.
+
+        The cache starts empty and freed memory returns to the device.
+
+        On a ValueError the old budget stays: the value is invalid, cannot hold one expert of each precision, exceeds
+        the device's memory, or a read that was given up has not ended yet.
+        """
         plan = self._spending.plan(ExpertBudget.parse(budget), self.options, self.policy, self.overhead)
         self._replace("expert_budget", self.options, self.policy, plan)
 
     def resize_host_memory(self, wanted: Any) -> None:
-        """Change the budget of host memory, as the option has it; the tier starts empty. On a CPU it is the expert
-        budget. The old one stays with a ValueError: there is no such tier, or the budget is too small or too large."""
+        """Change the budget of host memory, given as for the option; the tier starts empty.
+
+        On a CPU it is the expert budget.
+
+        On a ValueError the old budget stays: there is no such tier, or the value is too small or too large.
+        """
         parsed, host_cache = ExpertBudget.parse(wanted), self.host_cache
         if host_cache is None and self.device.type == "cpu" and self.options.link_gbps is None:
             return self.resize(parsed)
         nbytes = host_memory_bytes(parsed, self.experts)
-        why = "say how many bytes it is to be" if host_cache else f"experts are in {self.store.description}"
+        why = "give a number of bytes" if host_cache else f"experts are in {self.store.description}"
         if host_cache is None or nbytes is None:
             raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.", option="host_memory")
         self._check_awake("a change of host_memory")
@@ -237,15 +260,16 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
 
     def set_precision(self, /, **changes: Any) -> None:
-        """Change retention, precisions or another parameter of the policy, as
-        :func:`~vllm_dymoe.server.precision.changed_precision` takes them. The budget stays; where its slots have to be
-        shared out in another way the cache starts empty. With a ConfigError all stays as it was: a value cannot be
-        honoured, or a read that was given up has not ended."""
+        """Change retention, precisions or another parameter of the policy, see :func:`~.precision.changed_precision`.
+
+        The budget stays. If its slots have to be divided in another way, the cache starts empty. On a ConfigError
+        nothing changes: a value is invalid, or a read that was given up has not ended yet.
+        """
         options = changed_precision(self.options, self.experts.formats, changes)
         policy = make_policy(options).of_stage(*self._around)
         if self.small_batches is not None and policy.needs_host:
             raise ConfigError(
-                "vllm-dymoe: the precision stays as it was: the device plans, and this needs the host, because "
+                "vllm-dymoe: the precision stays as it was: this change needs host-side planning, because "
                 f'{policy.needs_host}; start with planning "host".',
                 option="planning",
             )
@@ -257,30 +281,34 @@ class ExpertServer:
 
     @property
     def ranks_add_up(self) -> bool:
-        """Whether other ranks have parts of the same experts, and precisions follow from what all of them have seen."""
+        """Whether other ranks have parts of the same experts, and precisions depend on the traffic of all of them."""
         return self._agree is not list and len(self.policy.precision.precisions) > 1
 
     def start_over(self) -> None:
-        """Empty the cache and forget what steps have taught: scores, thresholds and hotness. Ranks with parts of the
-        same experts do so together after a step that one of them could not compute."""
+        """Empty the cache and forget scores, thresholds and hotness.
+
+        Ranks with parts of the same experts do this together after a step that one of them could not compute.
+        """
         policy = make_policy(self.options).of_stage(*self._around)
         self._replace("state", self.options, policy, self.slot_plan, forgets=True)
 
     def drop_predictor(self) -> None:
-        """Predict nothing from now on."""
+        """Stop all predictions."""
         self.predictor = None
         self.serve(self.options, self.policy)
 
     def use_predictor(self, predictor: Predictor) -> None:
-        """Ask another predictor from the next step on, if any is asked here; there is ``predictor_room`` for it."""
+        """Use another predictor from the next step on, if predictions are used; it must fit into ``predictor_room``."""
         assert self._on_device is None, "captured graphs ask the predictor that was there from the start"
         if not self.unasked:
             self.predictor = Measured(predictor, self.predictor)
             self.serve(self.options, self.policy)
 
     def sleep(self, level: int) -> None:
-        """Give the slots' memory back until ``wake``, from level 2 on the host memory of the experts, too; what runs
-        without requests may go on. ConfigError if a read that was given up has not ended: all stays as it was."""
+        """Free the slots' memory until ``wake``; from level 2 on also the host memory of the experts.
+
+        Background work may continue. On a ConfigError nothing changes: a read that was given up has not ended yet.
+        """
         self._check_awake("falling asleep")
         if level > 1 and isinstance(self.store, HostCache):
             try:
@@ -292,8 +320,10 @@ class ExpertServer:
         self.cache.pools.free()
 
     def wake(self) -> None:
-        """Have slots again, which are empty but where all have one. ConfigError if there is no memory, StoreError if
-        the experts cannot be read; it goes on sleeping."""
+        """Allocate slots again; they are empty, unless every expert has a slot.
+
+        ConfigError if there is no memory, StoreError if the experts cannot be read; then the server stays asleep.
+        """
         if self.asleep > 1 and isinstance(self.store, HostCache):
             self.store.wake()
             self.asleep = 1
@@ -303,22 +333,33 @@ class ExpertServer:
             self.asleep = 0
 
     def _check_awake(self, what: str) -> None:
-        """ConfigError if slots cannot go now: they have gone, or a read that was given up writes into one."""
+        """Raise ConfigError if slots cannot be freed now.
+
+        They may have been freed already, or an abandoned read may still write into one.
+        """
         if self.asleep:
             raise ConfigError(f"vllm-dymoe: {what} is impossible while the engine sleeps; wake it up first.")
         if self.small_batches is not None:
             self.small_batches.settle()  # its copies write into slots
+        self._release_disk()
         if not self.host_planned.end():
             raise ConfigError(
                 f"vllm-dymoe: {what} is impossible while reads that were given up have not ended "
                 f"({self.store.description}); try again later."
             )
 
-    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
-        """Serve with other slots, and with what is known of hotness unless it ``forgets``.
+    def _release_disk(self) -> None:
+        """Give back the host memory that the last layer of a device-planned step was lent."""
+        if self.disk_queue is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.disk_queue.release()
 
-        The old slots are freed before, so that only one arena exists. Raises ConfigError if they cannot go now, or if
-        there is no memory; the server then goes on with as many slots as before.
+    def _replace(self, what: str, options: Options, policy: Policy, plan: SlotPlan, *, forgets: bool = False) -> None:
+        """Replace the slots; hotness is kept unless ``forgets``.
+
+        The old slots are freed first, so that only one arena exists at a time. ConfigError if they cannot be freed now,
+        or if there is no memory; the server then continues with as many slots as before.
         """
         self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
@@ -328,7 +369,7 @@ class ExpertServer:
             for count, formats in zip(plan.slots_of_kinds(precision), self.experts.of_kinds, strict=True)
         )
         self.cache.pools.check_growth(plan, self.slot_plan, nbytes)
-        self._take_decode_counts()  # from the table that goes, at the bits that it had
+        self._take_decode_counts()  # from the table that is replaced, at the bits that it had
         before = self._serving
         before.cache.pools.free()
         try:
@@ -338,7 +379,10 @@ class ExpertServer:
             raise
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
-        """Return what serves a plan after ``before``, whose slots are free; ConfigError if memory is short."""
+        """Return the objects that serve a plan, after ``before`` has freed its slots.
+
+        Raises ConfigError if memory is short.
+        """
         bits, migrating = slot_bits(self.experts, options, policy.precision.precisions), policy.residency.migrating
         pools = self._parts.pools(plan, self.experts, bits)
         try:
@@ -366,7 +410,7 @@ class ExpertServer:
             raise
 
     def serve(self, options: Options, policy: Policy) -> None:
-        """Serve with other options and another policy, in the slots that exist."""
+        """Serve with other options and another policy, in the existing slots."""
         self._take_decode_counts()
         layers = self.host_planned
         layers.settle()
@@ -384,11 +428,16 @@ class ExpertServer:
         bits = {precision: precision_bits(options, precision) for precision in Precision}
         costs = self.cpu_execution.costs(bits)
         table.cpu_costs[:], table.reuse_high[:] = costs, policy.precision.reuses_high
+        table.evicts[:], table.admits[:] = policy.residency.evicts, migration is None
         small_batches = None
         if (on_device := self._on_device) is not None:
             on_device.table.serve(policy, bits, cache.bits)
+            if self.disk_queue is not None:
+                versions = cache.bits if table.nested else bits
+                self.disk_queue.serve({CODES[precision]: width for precision, width in versions.items()})
             on_device.table.table.cpu_costs.copy_(torch.from_numpy(costs))
-            # Actions of a trace are of whole steps. With migration the staging slots are for moves.
+            # Recorded actions cover whole steps, so these are not split. With migration the staging slots are for
+            # moves.
             shares = len(policy.precision.precisions) == 1 and migration is None and not records
             prefetch, predictor = policy.prefetch, self.predictor
             if predictor is not None:
@@ -399,11 +448,14 @@ class ExpertServer:
                 on_device.branch,
                 cache.quotas,
                 cache.staging if migration is None else dict.fromkeys(cache.staging, 0),
+                spare=cache.staging if migration is not None else {},
                 cpu_queue=self.cpu_execution.cpu_queue,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
                 projections=0 if predictor is None or prefetch is None else prefetch.projections,
                 pace=StepPace() if prefetch is not None and prefetch.paced else None,
+                foresees=self.disk_queue is None,
+                overlaps=policy.residency.overlaps,
             )
         worker = self.cpu_execution.worker
         layers = HostPlannedLayers(
@@ -420,14 +472,27 @@ class ExpertServer:
             host_cache=self.host_cache,
             records_actions=records,
             agree=self._agree,
+            device_waits=self._device_waits(policy, bits),
         )
         return _Serving(options, cache, layers, small_batches)
+
+    def _device_waits(self, policy: Policy, bits: Mapping[Precision, int]) -> DeviceWaits | None:
+        """Return what device-planned steps have waited for the link, if the policy follows that."""
+        if self._on_device is None or policy.precision.link_share is None:
+            return None
+        if self._link_rate is None:
+            self._link_rate = link_rate(self.store, self.device)
+        seconds = {}
+        for precision, width in bits.items():  # of the largest layer
+            sizes = [of_layer[width].nbytes for of_layer in self.experts.of_layers if width in of_layer]
+            seconds[CODES[precision]] = max(sizes, default=0) / self._link_rate
+        return DeviceWaits(self._on_device.table.table, seconds)
 
     def _make_cpu_executor(
         self, cache: DeviceCache, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None,
         *, executes: bool, records: bool,
     ) -> CpuExecutor | None:  # fmt: skip
-        """Return the CPU executor; None beside a device or an emulated link, or without the native library."""
+        """Return the CPU executor; None with a device or an emulated link, or without the native library."""
         kernel = self.kernel
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
@@ -437,7 +502,7 @@ class ExpertServer:
         uses = None if migration is None else migration.uses
         return CpuExecutor(cache, kernel, policy, served, executes=executes, uses=uses, records=records)
 
-    # -- seeing inside ----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     @property
     def options(self) -> Options:
@@ -470,15 +535,16 @@ class ExpertServer:
 
     @property
     def asks_trained(self) -> bool:
-        """Whether a trained predictor is asked."""
+        """Whether a trained predictor is in use."""
         return self.predictor is not None and isinstance(self.predictor.predictor, TrainedPredictor)
 
     @property
     def overhead(self) -> int:
-        """Bytes of the budget that are no slots: the kernel's workspace, predictor, and what a device decides by."""
+        """Bytes of the budget that are not for slots: the kernel's workspace, the predictor, and device-side tables."""
         predictor = max(self._predictor_room, self.predictor_bytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
+        decides += 0 if self.disk_queue is None else self.disk_queue.nbytes
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
 
     @property
@@ -520,9 +586,15 @@ class ExpertServer:
         self.host_planned.reset_stats()
 
     def close(self, *, keep_store: bool = False) -> None:
-        """End the transfer threads, give the slots' memory back, and close the store or keep it for another server."""
+        """Stop the transfer threads, free the slots' memory, and close the store.
+
+        The store stays open if another server uses it.
+        """
         if self.small_batches is not None:
             self.small_batches.settle()
+        if self.disk_queue is not None:
+            self._release_disk()
+            self.disk_queue.close()
         self.engine.close()
         self.cpu_execution.close()
         self.cache.pools.free()
@@ -530,8 +602,12 @@ class ExpertServer:
             self.store.close()
 
     def check_integrity(self) -> None:
-        """AssertionError unless, between steps, nothing is pinned, no slot is lost, and the budget is kept."""
+        """Raise AssertionError unless nothing is pinned, no slot is lost and the budget is kept.
+
+        Call it between steps.
+        """
         self.host_planned.fetcher.collect()
+        self._release_disk()
         flying = ((fetch.precision, fetch.slot, fetch.kept) for fetch in self.host_planned.on_their_way())
         check_cache(self.cache, flying, moving=self.policy.residency.migrating is not None)
         if self.host_cache is not None:
@@ -539,7 +615,7 @@ class ExpertServer:
 
 
 def precision_of(server: ExpertServer) -> Mapping[str, Any]:
-    """What decides precision at the moment, and what it means for a single token, as JSON-serialisable data."""
+    """Return what decides precision now, and its effect on a single token, as JSON-serialisable data."""
     options, layers = server.options, len(server.experts.layers)
     shares = server.policy.precision.all_shares(server.experts)
     return {
@@ -566,10 +642,29 @@ def _untrained_predictor(policy: Policy, experts: ModelExperts) -> Predictor | N
 def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
     if options.computes_misses and not (store.readable or (on_cpu and store.mapped)):
         raise ConfigError(
-            f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not in memory; use '
+            f'vllm-dymoe: misses = "{options.misses}" is impossible, because the experts are not all in memory; use '
             'host_store "pinned", or leave the option out.',
             option="misses",
         )
+
+
+def _known_rate(options: Options, device: torch.device) -> float | None:
+    """Return bytes per second of an emulated link, infinitely many without a link; None for one to be measured."""
+    return None if device.type == "cuda" else 1e9 * (options.link_gbps or math.inf)
+
+
+def _make_disk_queue(
+    store: HostStore, timeout: float | None, device: torch.device, lock: Callable[[torch.Tensor], str | None]
+) -> DiskQueue:
+    """ConfigError if there is no memory to read into."""
+    try:
+        return DiskQueue(store, timeout, device, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"vllm-dymoe: the device cannot plan while experts are on disk, because {error}; free host memory, or set "
+            'planning to "host".',
+            option="planning",
+        ) from error
 
 
 def check_together(fmt: ExpertFormat) -> None:
@@ -590,7 +685,10 @@ def check_together(fmt: ExpertFormat) -> None:
 def _make_decode_kernel(
     parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
 ) -> tuple[SmallBatchKernel | None, str]:
-    """None and the reason where the kernels cannot, so that the host plans; ConfigError if the device was to."""
+    """Return the decode kernel, or None and the reason why the host has to plan.
+
+    Raises ConfigError if ``planning`` is "device".
+    """
     try:
         return parts.decode_kernel(kernel, experts, options.link_gbps), ""
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the live page shows of one rank: what is resident and how hot, in one byte an expert, and counts that grow."""
+"""Data of the live page for one rank: residency and score of every expert in one byte each, and counters."""
 
 import base64
 import os
@@ -16,7 +16,7 @@ from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.server.expert_server import ExpertServer, precision_of
 
 HEAT_BITS = 6
-"""Low bits of a cell: an expert's score in shares of its layer's largest. The two above: ABSENT, LOW or HIGH."""
+"""Low bits of a cell: the expert's score as a share of its layer's largest. The two bits above: ABSENT, LOW or HIGH."""
 
 
 def pack_cells(precision: NDArray[np.int8], score: NDArray[Any]) -> NDArray[np.uint8]:
@@ -28,10 +28,10 @@ def pack_cells(precision: NDArray[np.int8], score: NDArray[Any]) -> NDArray[np.u
 
 
 def live_state(server: ExpertServer, tokens: Mapping[Phase, int]) -> dict[str, Any]:
-    """Return one rank's state as JSON-serialisable data; counts grow from one answer to the next.
+    """Return one rank's state as JSON-serialisable data; counters grow from one answer to the next.
 
     Args:
-        tokens: how many the rank has computed in prompts and in decode.
+        tokens: number of tokens that the rank has computed, in prompts and in decode.
     """
     stats, experts, table = server.stats(), server.experts, server.cache.table
     migration, link = server.host_planned.migration, server.options.link_gbps

@@ -1,4 +1,4 @@
-"""Changes of precision while a model is served: which options may change, and to what."""
+"""Changes of precision while a model is served: which options may change, and to which values."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
         owners = [policy.name for policy in POLICIES.values() if name in policy.precision_parameters]
         if owners and name not in parameters:
             raise ConfigError(
-                f'vllm-dymoe: {name} is a parameter of the policy "{owners[0]}", but "{options.policy}" is served; '
+                f'vllm-dymoe: {name} is a parameter of policy "{owners[0]}", but the server runs "{options.policy}"; '
                 f'start with policy "{owners[0]}".',
                 option=name,
             )
@@ -41,7 +41,7 @@ def changed_precision(options: Options, stored: Collection[int], changes: Mappin
             widths = " and ".join(str(width) for width in sorted(stored, reverse=True))
             raise ConfigError(
                 f"vllm-dymoe: {name} cannot become {bits!r} bits, because the experts are stored at {widths} bits; "
-                "start again with the precisions that you want to change between.",
+                "restart with the precisions that you want to change between.",
                 option=name,
             )
     values = dict(options) | {name: value for name, value in changes.items() if name not in parameters}

@@ -1,8 +1,8 @@
 """A self-test of the kernels on the card that serves: one layer of random experts against float64.
 
-The layer has the model's own sizes, formats, activation and number of experts, so what is tested is what was compiled
-for this start. It runs once for each card, driver, Triton and version of the plugin; the result is kept beside the
-packed experts.
+The layer has the model's own sizes, formats, activation and number of experts, so the test runs the kernels that were
+compiled for this start. It runs once for each card, driver, Triton and version of the plugin; the result is stored next
+to the packed experts.
 """
 
 import hashlib
@@ -30,29 +30,31 @@ from vllm_dymoe.quantize.dummy import fill_randomly
 from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
-_DISTINCT = 2  # random experts; the others of the layer share their bytes
-_ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS  # one class of kernels each, the last with experts of 65 and more
-# Three roundings: the dequantized weight of a tile, the hidden state, the result. 8 and 11 bits of a mantissa.
+_DISTINCT = 2  # number of distinct random experts; the others of the layer share their bytes
+# One class of kernels each; the last has experts with 65 and more rows.
+_ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS
+# Rounding happens three times: the dequantized weight of a tile, the hidden state and the result, at 8 or 11 bits of
+# mantissa.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _WAYS = {
     Decode.PLAIN: "without tensor cores",
     Decode.TENSOR_CORES: "on tensor cores",
     Decode.DEPENDENT: "on tensor cores by launches that depend on each other",
 }
-_COLUMNS = 64  # of a program's strip; one that is wrong is 1.4 times as far off as its values are large
+_COLUMNS = 64  # columns of a program's strip; a wrong strip is off by 1.4 times its values' size
 _STRIP_TOLERANCE = 0.4
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a self-test found.
+    """Result of a self-test.
 
     Attributes:
-        steps: how many were compared.
-        failure: what was wrong first, in words; empty if nothing was.
-        seconds: how long it took, compilation included.
-        skipped: why it could not run; such a result is not kept.
+        steps: number of compared steps.
+        failure: the first error in words; empty if there was none.
+        seconds: duration, compilation included.
+        skipped: why it could not run; such a result is not stored.
     """
 
     steps: int
@@ -85,14 +87,14 @@ def self_test(
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
-    """Return what is known of the kernels on this device, after running them if nothing is.
+    """Return the stored result for the kernels on this device, or run the self-test if there is none.
 
     Args:
         activations: those of the model's layers, each once.
-        device_plans: test the steps that the device plans, else those that the host plans.
+        device_plans: test device-planned steps, otherwise host-planned ones.
         decode: test this way to compute experts of few tokens.
         kept: file of results; None to test at every start.
-        parts: in place of the device's own.
+        parts: replaces the device's own.
     """
     variant = _Variant(device_plans, decode)
     key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
@@ -148,7 +150,7 @@ class _Variant:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Describe card, driver and versions, for a bug report and for the file of results."""
+    """Return card, driver and versions, for a bug report and for the file of results."""
     named = platform.processor() or platform.machine()
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
@@ -157,7 +159,8 @@ def describe_machine(device: torch.device) -> str:
         said = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text())
     except OSError:
         said = None
-    sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))  # between two versions they may change
+    # A checkout may change them without a new version.
+    sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     return (
         f"{named}, driver {said[0] if said else 'unknown'}, Triton {_version('triton')}, torch {torch.__version__}, "
@@ -166,7 +169,7 @@ def describe_machine(device: torch.device) -> str:
 
 
 def _version(distribution: str) -> str:
-    """Return "unknown" for a checkout that is not installed."""
+    """Return a distribution's version; "unknown" for a checkout that is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -217,7 +220,7 @@ def _run(
 
 
 def _options(options: Options, *, device_plans: bool) -> Options:
-    """Return options with which every expert has one precision, and no expert waits for anything but its bytes."""
+    """Return options under which every expert has one precision and only transfers delay a step."""
     policy = {"policy": "exact", "policy_options": {"look_ahead": 0}}
     if options.low:
         policy = {"policy": "dymoe", "policy_options": {"look_ahead": 0, "retention": 1, "reuse_high": False}}
@@ -229,13 +232,13 @@ def _options(options: Options, *, device_plans: bool) -> Options:
 
 
 class _Work:
-    """Random tokens of a step, and what the experts at one precision make of them in float64, on the CPU."""
+    """Random tokens of a step, and their exact result in float64 for experts at one precision, on the CPU."""
 
     def __init__(self, store: "_RandomStore", fmt: ExpertFormat, activation: Activation) -> None:
         experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(rows, fmt.hidden, generator=generator, dtype=torch.float32).to(fmt.dtype)
-        # Popularity falls with the number, so that experts have all numbers of tokens.
+        # Popularity falls with the expert's number, so that experts with few and many tokens occur.
         liked = torch.rand(rows, experts.num_experts, generator=generator, dtype=torch.float32)
         weights, ids = (liked / (1 + torch.arange(experts.num_experts))).topk(experts.top_k)
         self.weights, self.ids = weights / weights.sum(1, keepdim=True), ids.int()
@@ -246,13 +249,13 @@ class _Work:
 
 
 def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
-    """Run a step twice, when experts come and when some are there; return what is wrong in words, or nothing."""
+    """Run a step twice, with misses and then with hits; return in words what is wrong, or ""."""
     fmt, want = work.fmt, work.want[:rows]
     x, weights, ids = (tensor[:rows].to(server.device) for tensor in (work.x, work.weights, work.ids))
     first, second = (_step(server, x, weights, ids, work.activation).cpu() for _ in range(2))
     name = f"a step of {rows} tokens at {fmt.encoding.name}, {work.activation}"
     if not torch.equal(first, second):
-        return f"{name}, gave other bits when it was repeated"
+        return f"{name}, gave different bits when it was repeated"
     wrong = first.double() - want
     error = float(wrong.norm() / want.norm())
     if not error < _TOLERANCE[fmt.dtype]:
@@ -266,7 +269,7 @@ def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
 
 
 def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """One layer's step, by the way that the server has for it."""
+    """Run one layer's step, on the path that the server uses for it."""
     steps = server.small_batches
     if steps is None:
         server.host_planned.begin_step(Phase.DECODE)
@@ -280,7 +283,7 @@ def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activat
 
 
 class _RandomStore(HostStore):
-    """A few random experts in memory, whose bytes all experts of a layer share."""
+    """A store of few random experts in memory, whose bytes all experts of a layer share."""
 
     whole = True
 

@@ -1,4 +1,4 @@
-"""Statistics of one rank: a snapshot of all counters, as plain numbers that travel between processes."""
+"""Statistics of one rank: a snapshot of all counters, as plain numbers that processes can exchange."""
 
 # ruff: noqa: RUF009
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from vllm_dymoe.prefetch import Measured, PredictionStats
 
 
 def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
-    """A field that is published as a metric; ``label`` is the metric's label for the keys of a dictionary."""
+    """Return a field that is published as a metric; ``label`` is the metric's label for the keys of a dictionary."""
     return field(metadata={"meaning": meaning, "label": label, "gauge": False, **more})
 
 
@@ -39,40 +39,42 @@ class ServerStats:
 
     hit_rate: float
     planned: dict[str, int] = _count("Experts given each precision.", "precision")
-    hits: int = _count("Needed experts that were on the device.")
-    misses: int = _count("Needed experts that were not.")
-    cpu_executed: int = _count("Misses computed by the CPU in host memory.")
-    promotions: int = _count("Misses whose low version was there.")
-    reuses: int = _count("Hits of a high version where low was wanted.")
-    evictions: int = _count("Experts that made room.")
-    transfers: dict[str, int] = _count("Packed experts moved to the device.", "reason")
+    hits: int = _count("Needed experts that were in a slot.")
+    misses: int = _count("Needed experts that were not in a slot.")
+    cpu_executed: int = _count("Misses executed by the CPU from host memory.")
+    promotions: int = _count("Misses of a high version while the low one was resident.")
+    reuses: int = _count("Hits of a high version where the low one was wanted.")
+    evictions: int = _count("Experts evicted from slots.")
+    transfers: dict[str, int] = _count("Packed experts transferred to the device.", "reason")
     bytes_moved: dict[str, int] = _count("Their bytes.", "reason", name="transferred_bytes")
-    host_hits: int = _count("Misses that were in host memory, where that is a cache.")
-    host_misses: int = _count("Misses that waited for the disk.")
-    host_predictions: dict[str, int] = _count("Slices read ahead into host memory.", "outcome")
-    host_slices: int = _now("Slices in host memory, where that is a cache.")
+    host_hits: int = _count("Misses found in host memory, if that is a cache.")
+    host_misses: int = _count("Misses that had to be read from disk.")
+    host_predictions: dict[str, int] = _count("Slices read ahead from disk into host memory.", "outcome")
+    host_slices: int = _now("Slices in host memory, if that is a cache.")
     host_bytes: int = _now("Its bytes.")
     disk_bytes: int = _count("Bytes read from the store's files.")
     disk_reads: int = _count("Reads of the store's files.")
-    disk_seconds: float = _count("Time in which any was under way.")
-    disk_wait_seconds: float = _count("Time spent waiting for them.")
-    disk_queue: int = _now("Reads that wait or run.")
+    disk_seconds: float = _count("Seconds in which at least one disk read was in flight.")
+    disk_wait_seconds: float = _count("Seconds in which steps waited for disk reads.")
+    disk_queue: int = _now("Disk reads that are queued or running.")
     failed_transfers: int = _count("Transfers that ended in an error.")
-    exposed_wait_seconds: float = _count("Host time of waiting for transfers.")
-    prefetches: dict[str, int] = _count("Experts fetched ahead, by what became of them.", "outcome")
+    exposed_wait_seconds: float = _count("Seconds in which the host waited for transfers.")
+    prefetches: dict[str, int] = _count("Prefetched experts, by outcome.", "outcome")
     predictions: dict[str, int] = _count("Experts predicted, needed by routers, and correct (both).", "kind")
-    prediction_seconds: float = _count("Host time of predicting.")
+    prediction_seconds: float = _count("Seconds of host time spent on predictions.")
     predictor_bytes: int = _now("Device memory of the predictor.")
-    prefetch_interval: dict[str, int] = _now("One of so many predictions is acted on.", "phase")
-    budget_bytes: int = _now("Limit of device memory for experts.")
-    peak_expert_bytes: int = _now("Most of it that was ever held.")
+    prefetch_interval: dict[str, int] = _now("Interval of prefetch: one of this many predictions is used.", "phase")
+    budget_bytes: int = _now("Device memory that experts may use, in bytes.")
+    peak_expert_bytes: int = _now("Peak device memory used by experts, in bytes.")
     slots: dict[str, int] = _now("Slots on the device.", "precision")
-    resident_experts: dict[str, int] = _now("Experts on the device.", "precision")
-    choices: dict[str, int] = _count("Routers' choices by what served them, where versions move.", "precision")
-    moves: dict[str, int] = _count("Experts made high between steps.", "outcome")
-    windows: int = _count("Windows after which high experts were chosen anew.")
-    window_age_seconds: float = _now("Age of the running window.")
-    migration_link_seconds: float = _count("Time of the link for moves.")
+    resident_experts: dict[str, int] = _now("Experts in slots.", "precision")
+    choices: dict[str, int] = _count(
+        "Routers' choices by the precision that served them, if versions move between steps.", "precision"
+    )
+    moves: dict[str, int] = _count("Moves of experts to the high precision between steps, by outcome.", "outcome")
+    windows: int = _count("Windows completed; each one chooses the high experts anew.")
+    window_age_seconds: float = _now("Age of the current window, in seconds.")
+    migration_link_seconds: float = _count("Seconds in which the link worked for moves.")
 
     @classmethod
     def collect(
@@ -124,7 +126,7 @@ class ServerStats:
 
 
 def total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up snapshots of several ranks, given as data."""
+    """Return the sum of several ranks' snapshots, given as plain data."""
 
     def add(values: list[Any]) -> Any:
         if isinstance(values[0], dict):

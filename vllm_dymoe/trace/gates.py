@@ -1,4 +1,4 @@
-"""Every layer's router as a matrix: what a linear predictor starts from."""
+"""Every layer's router as a matrix, from which a linear predictor starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class GateWeights:
     scoring: Scoring = "softmax"  # from logits to the scores that a correction is added to
 
     def named_correction(self) -> dict[str, torch.Tensor]:
-        """The correction under a name that tells the scoring; empty without one."""
+        """Return the correction under a name that includes the scoring; empty without one."""
         return {} if self.correction is None else {correction_name(self.scoring): self.correction}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -45,7 +45,7 @@ def correction_name(scoring: Scoring) -> str:
 
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
-    """Return what ``named_correction`` has put among tensors."""
+    """Return scoring and correction, as ``named_correction`` has stored them among tensors."""
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
     for scoring in scorings:
         if (correction := tensors.get(_CORRECTION + scoring)) is not None:

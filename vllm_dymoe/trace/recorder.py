@@ -21,25 +21,25 @@ from vllm_dymoe.trace.gates import GateWeights
 from vllm_dymoe.trace.trace import TraceError, columns, opened, write_file
 from vllm_dymoe.units import size
 
-_ROOM = 8192  # for what a part holds besides tokens
+_ROOM = 8192  # bytes of a part in addition to tokens
 
 
 class Span(NamedTuple):
     """Tokens of a step that belong to one request, in order."""
 
     request: int  # its number
-    tokens: int  # how many
-    prompt: int  # tokens of its whole prompt
+    tokens: int
+    prompt: int  # number of tokens of its whole prompt
 
 
 @dataclass
 class _Step:
-    """The tensors of one step, on the device until it ends and on the host then."""
+    """The tensors of one step, on the device until it ends, then on the host."""
 
     tokens: int = 0
     number: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    layers: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)  # the same, by layer
+    layers: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)  # views of the same, by layer
     recorded: int = 0
     spans: Sequence[Span] = ()
     copied: torch.cuda.Event | None = None
@@ -50,9 +50,9 @@ class _Step:
 
 
 class Recorder:
-    """Writes the routing of every step into a folder, until that has ``limit`` bytes, with what was in it before.
+    """Writes the routing of every step into a folder, until that has ``limit`` bytes, including earlier content.
 
-    TraceError if the folder cannot be written to, or has traces of another kind.
+    TraceError if the folder cannot be written to, or contains traces of another kind.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Recorder:
         header: ModelIdentity,
         limit: int,
         *,
-        inputs: bool = False,  # the routers' inputs are recorded too, and what the next layers' gates make of them
+        inputs: bool = False,  # also record the routers' inputs, and the next gates' predictions from them
         say: Callable[[str], None] = print,  # takes one sentence for the log
         part_bytes: int = 4 * 2**20,
         interval: float = 10.0,
@@ -88,19 +88,21 @@ class Recorder:
         self._at_exit = Finalize(self, self.close, exitpriority=10)
 
     def begin(self) -> None:
-        """Begin a step; one that has not ended is forgotten."""
+        """Begin a step; one that has not ended is dropped."""
         self._step = _Step() if self.recording else None
 
     def record(self, layer: int, experts: torch.Tensor, **others: torch.Tensor | None) -> None:
-        """Copy what a layer's router chose: columns of a trace, by name, with experts counted over all ranks. The first
-        layer says which of them a step has."""
+        """Copy a layer's routing: columns of a trace, by name, with expert ids over all ranks.
+
+        The first layer determines which columns a step has.
+        """
         step = self._step
         if step is None:
             return
         if not step.layers:
             step.tokens = experts.shape[0]
             self._allocate(step, experts.device, {name for name, column in others.items() if column is not None})
-        if experts.shape[0] != step.tokens:  # the step was cut up, and nothing says which part this is
+        if experts.shape[0] != step.tokens:  # the step was split, and it is unknown which part this is
             self._step = None
             return
         values = {"experts": experts, **others}
@@ -110,10 +112,10 @@ class Recorder:
         step.recorded += 1
 
     def end(self, spans: Sequence[Span], position: torch.Tensor, number: int = 0, *, next_gate: bool = True) -> None:
-        """The step of this number ends; it counts if every layer was recorded once.
+        """End the step of this number; it counts if every layer was recorded once.
 
-        ``position``, int [tokens at least], may be overwritten afterwards. Without ``next_gate`` the gates turned out
-        to be wrong: what they said is left out.
+        ``position``, int [tokens or more], may be overwritten afterwards. Without ``next_gate`` the gates turned out to
+        be wrong, and their predictions are left out.
         """
         step, self._step = self._step, None
         if step is None or step.recorded != self.header.num_layers or sum(s.tokens for s in spans) != step.tokens:
@@ -123,7 +125,7 @@ class Recorder:
             step.tensors.pop("next_gate", None)
         step.tensors["position"] = position[: step.tokens].to(torch.int32, copy=True)
         if step.tensors["experts"].is_cuda:
-            for name, tensor in step.tensors.items():  # complete when the stream has come so far
+            for name, tensor in step.tensors.items():  # complete when the stream reaches this point
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 step.tensors[name] = host.copy_(tensor, non_blocking=True)
             step.copied = torch.cuda.Event()
@@ -135,18 +137,18 @@ class Recorder:
                 self._changed.notify()
 
     def take_gates(self, gates: GateWeights) -> None:
-        """Write the model's gates with the next part: a predictor is trained from them. Once is enough."""
+        """Write the model's gates with the next part, because a predictor is trained from them; once is enough."""
         if self._inputs:
             self._gates = gates
 
     def forget(self, number: int) -> None:
-        """Leave a step out after all, unless it is on disk already."""
+        """Drop a step, unless it is on disk already."""
         with self._changed:
             self._pending = [step for step in self._pending if step.number != number]
             self._pending_bytes = sum(step.nbytes for step in self._pending)
 
     def flush(self) -> None:
-        """Write what has been recorded; afterwards it can be read."""
+        """Write what has been recorded, so that it can be read."""
         with self._writing:
             with self._changed:
                 steps, self._pending, self._pending_bytes = self._pending, [], 0
@@ -154,11 +156,11 @@ class Recorder:
                 try:
                     self._write(steps)
                 except (OSError, TraceError) as error:
-                    self._stop(f"the trace cannot be recorded any further: {error}")
+                    self._stop(f"recording of the trace has stopped: {error}")
 
     def close(self) -> None:
-        """Write what has been recorded, and end the thread; nothing is recorded any more."""
-        self._at_exit.cancel()  # which keeps this recorder alive
+        """Write what has been recorded, and stop the thread and the recording."""
+        self._at_exit.cancel()  # it keeps this recorder alive
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -198,7 +200,7 @@ class Recorder:
             self._gates = None
             self.tokens += min(tokens, fitting)
         if fitting < tokens:
-            self._stop(f"{self.folder} has reached its limit, {size(self._limit)}; routing is not recorded any more.")
+            self._stop(f"{self.folder} has reached its limit, {size(self._limit)}; recording of routing has stopped.")
 
     def _stop(self, sentence: str) -> None:
         self.recording = False
@@ -213,7 +215,7 @@ class Recorder:
         step.layers = {name: tensor.unbind(1) for name, tensor in step.tensors.items()}
 
     def _prepare(self) -> None:
-        """Create the folder, and check that its contents fit what will be recorded."""
+        """Create the folder, and check that its content is compatible."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -8,7 +8,7 @@ from vllm_dymoe.trace.trace import Trace
 def popularity(trace: Trace) -> torch.Tensor:
     """Return each expert's share of its layer's choices (DuoServe-MoE Eq. 2): float64 [layers, experts].
 
-    Rows sum to 1, or to 0 in a layer that chose nothing.
+    Rows sum to 1, or to 0 for a layer without choices.
     """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()

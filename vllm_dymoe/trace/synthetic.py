@@ -1,11 +1,11 @@
-"""Made-up traces whose skew and locality are known, at the sizes of real models.
+"""Synthetic traces with known skew and locality, at the sizes of real models.
 
-Every layer has experts of ranks 1 to M in an order of its own, and each choice of a token is one of two:
+Every layer orders its experts by popularity in its own way, ranks 1 to M, and each choice of a token is one of two:
 
-    with probability ``locality``       what the request's token before chose in this layer      (reuse)
+    with probability ``locality``       what the request's previous token chose in this layer    (reuse)
     otherwise                           drawn from P(rank) proportional to rank ** -skew         (popularity)
 
-A choice that is taken already is drawn from P instead, so that a token's experts are different.
+A choice that is taken already is drawn from P instead, so that a token's experts are distinct.
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.trace.trace import Trace, expert_dtype
 
-_CERTAIN = 1e6  # above any logarithm of a probability with its noise
+_CERTAIN = 1e6  # above any logarithm of a probability plus noise
 
 
 def synthetic_trace(
@@ -23,7 +23,7 @@ def synthetic_trace(
     prompt: int = 64,  # tokens of each prompt
     decode: int = 192,  # tokens of each answer
     skew: float = 0.5,  # exponent of the popularity; 0 makes all experts equally popular
-    locality: float = 0.3,  # probability that a choice is one of the token's before
+    locality: float = 0.3,  # probability that a choice repeats one of the previous token
     seed: int = 0,
 ) -> Trace:
     """Return requests of equal length that are served together: all prompts first, then one token of each per step."""
@@ -55,7 +55,7 @@ def _choices(
     preferred = torch.stack([popularity[torch.randperm(experts, generator=random)] for _ in range(layers)])
     chosen = torch.empty(length, requests, layers, top_k, dtype=torch.long)
     for token in range(length):
-        noise = -torch.empty(requests, layers, experts).exponential_(generator=random).log()  # Gumbel's
+        noise = -torch.empty(requests, layers, experts).exponential_(generator=random).log()  # Gumbel noise
         scores = preferred + noise
         if token > 0:
             again = torch.rand(requests, layers, top_k, generator=random) < locality

@@ -47,8 +47,8 @@ def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ..
 class Trace:
     """Tokens in the order in which they were computed; TraceError if tensors do not fit each other or the header.
 
-    A token that was computed twice, after a preemption or because a drafted one before it was wrong, is there twice;
-    ``by_request`` keeps the last of them. What was not recorded is None.
+    A token that was computed twice, after a preemption or because a drafted token before it was wrong, occurs twice;
+    ``by_request`` keeps the last one. Columns that were not recorded are None.
     """
 
     header: ModelIdentity  # the model of the routers
@@ -59,7 +59,7 @@ class Trace:
     prefill: torch.Tensor  # [tokens] bool, whether the token is one of the prompt
     router_inputs: torch.Tensor | None = None  # [tokens, layers, hidden] float16
     next_gate: torch.Tensor | None = None
-    """[tokens, layers - 1, top_k], as ``experts``: what the next layer's gate makes of this layer's input."""
+    """[tokens, layers - 1, top_k], like ``experts``: predictions of the next layer's gate from this layer's input."""
     fates: torch.Tensor | None = None  # [tokens, layers, top_k] uint8, see ``planner.rule.actions_of``
     gates: GateWeights | None = None  # of the model, with ``router_inputs``
 
@@ -70,7 +70,7 @@ class Trace:
             tensor = tensors.get(name)
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
                 raise TraceError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)} where the header and other tensors need {dtype} "
+                    f"{name} are {tensor.dtype} {list(tensor.shape)} , but the header and other tensors need {dtype} "
                     f"{list(shape)}."
                 )
         if tokens == 0:
@@ -78,14 +78,14 @@ class Trace:
         for named in (self.experts, self.next_gate):
             for expert in () if named is None or not named.numel() else map(int, named.aminmax()):
                 if not 0 <= expert < header.num_experts:
-                    raise TraceError(f"an expert is {expert} where a layer has {header.num_experts}.")
+                    raise TraceError(f"an expert is {expert}, but a layer has {header.num_experts}.")
         if int(self.request.min()) < 0 or int(self.position.min()) < 0:
             raise TraceError("a request or position is negative.")
         if self.gates is not None:
             sizes = header.num_layers, header.num_experts, header.hidden
             shapes = tuple(self.gates.weights.shape), tuple(self.gates.biases.shape)
             if shapes != (sizes, sizes[:2]):
-                raise TraceError(f"gates have the shapes {shapes[0]} and {shapes[1]} where the header says {sizes}.")
+                raise TraceError(f"gates have the shapes {shapes[0]} and {shapes[1]}, but the header says {sizes}.")
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +127,7 @@ class Trace:
         return replace(self, **chosen)
 
     def save(self, path: Path | str) -> None:
-        """Write one file, which is there whole or not at all; TraceError if it cannot be written."""
+        """Write one file atomically; TraceError if it cannot be written."""
         constants = {} if self.gates is None else self.gates.tensors()
         write_file(Path(path), self.header, self.tensors() | constants)
 
@@ -147,7 +147,7 @@ class Trace:
 
 
 def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], run: str = "") -> None:
-    """Write one file, which is there whole or not at all, for this user alone; TraceError if it cannot be written.
+    """Write one file atomically, readable by this user only; TraceError if it cannot be written.
 
     Tensors are named as in ``columns``; files of one ``run`` number their requests together.
     """
@@ -165,16 +165,21 @@ def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Te
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]:
-    """A file of a trace, its metadata and its model; whatever goes wrong inside is a TraceError that names the file."""
+    """Open a file of a trace; yields the file, its metadata and its model.
+
+    Errors inside become a TraceError with its path.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             yield file, metadata, _header(path, metadata)
     except TraceError as error:
-        raise error if str(path) in str(error) else TraceError(f"{path} is not a whole trace: {error}") from None
+        raise error if str(path) in str(error) else TraceError(f"{path} is not a complete trace: {error}") from None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TraceError(f"{path} cannot be read as a trace ({reason}); it is cut off, damaged or foreign.") from error
+        raise TraceError(
+            f"{path} cannot be read as a trace ({reason}); it is truncated, damaged or another kind of file."
+        ) from error
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> ModelIdentity:
@@ -183,7 +188,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> ModelIdentity:
     described = json.loads(metadata["header"])
     if (version := described.pop("format", None)) != TRACE_FORMAT:
         raise TraceError(
-            f"{path} has format {version}, and this vllm-dymoe reads {TRACE_FORMAT}; record it again, or use the "
+            f"{path} has format {version}, but this vllm-dymoe reads {TRACE_FORMAT}; record it again, or use the "
             "version that wrote it."
         )
     header = ModelIdentity(**described)
@@ -209,11 +214,11 @@ def _read(path: Path) -> _Part:
 
 
 def _joined(parts: Sequence[_Part]) -> Trace:
-    """One trace of several files; each run has request numbers of its own, behind those of the run before."""
+    """Return one trace from several files; each run's requests are numbered after those of the run before."""
     gates = next((part.trace.gates for part in parts if part.trace.gates is not None), None)
     if any(part.trace.router_inputs is not None and part.trace.next_gate is None for part in parts):
         gates = None  # they turned out to be wrong
-    for name in ("next_gate", "fates"):  # of gates that turned out to be wrong, and of older traces
+    for name in ("next_gate", "fates"):  # missing if gates turned out to be wrong, and in older traces
         if any(getattr(part.trace, name) is None for part in parts):
             absent: dict[str, Any] = {name: None}
             parts = [part._replace(trace=replace(part.trace, **absent)) for part in parts]
@@ -221,12 +226,12 @@ def _joined(parts: Sequence[_Part]) -> Trace:
     for part in parts[1:]:
         if (header := part.trace.header) != first.trace.header:
             raise TraceError(
-                f"{part.path} is of {header.model}, fingerprint {header.fingerprint}, and {first.path.name} beside it "
-                "of another model; put the traces of each into a folder of their own."
+                f"{part.path} records {header.model}, fingerprint {header.fingerprint}, but {first.path.name} next to "
+                "it records another model; keep the traces of each model in a folder of their own."
             )
         if part.trace.tensors().keys() != first.trace.tensors().keys():
             raise TraceError(
-                f"{part.path} and {first.path.name} beside it have not the same tensors (router inputs on and off?); "
+                f"{part.path} and {first.path.name} next to it have different tensors (router inputs on and off?); "
                 "put them into folders of their own."
             )
     requests: list[torch.Tensor] = []

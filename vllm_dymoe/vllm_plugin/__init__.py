@@ -6,15 +6,15 @@ from typing import Any
 from packaging.version import Version
 
 OLDEST_VLLM = Version("0.26")
-OLDEST_CPU_BUILD = Version("0.30")  # before, routing was a part of vLLM's own experts there
-NEWEST_VLLM = Version("0.34")  # the first that is not supported
+OLDEST_CPU_BUILD = Version("0.30")  # earlier CPU builds do routing inside vLLM's own experts
+NEWEST_VLLM = Version("0.34")  # first unsupported version
 _registered = False
 
 
 def register() -> None:
     """Register the quantization method ``dymoe`` with the vLLM of this process, once.
 
-    With a vLLM outside the supported range the name is known, and its use is refused with a sentence.
+    With an unsupported vLLM the name is registered, and using it raises an error.
     """
     global _registered
     if _registered:
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def refusing_config(problem: str) -> type:
-    """A quantization config that raises ``RuntimeError(problem)`` as soon as it is used, for a vLLM as it may be."""
+    """Return a quantization config that raises ``RuntimeError(problem)`` when it is used, for an unsupported vLLM."""
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     def refuse(*_: Any) -> None:
@@ -48,7 +48,7 @@ def refusing_config(problem: str) -> type:
 
 
 def version_problem(installed: str | None = None) -> str | None:
-    """Why the installed vLLM, or a version of it, cannot be used, as a sentence; None if it can."""
+    """Return why the installed vLLM, or the given version, is not supported; None if it is."""
     name, installed = ("vllm", installed) if installed else _installed_vllm()
     version = Version(installed)
     if version.is_devrelease or version.release[:2] == (0, 0):

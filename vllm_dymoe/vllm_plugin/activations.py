@@ -1,4 +1,4 @@
-"""What vLLM says of the activation of a MoE layer, as our kernels have it."""
+"""Translates the activation of vLLM's MoE layers into that of our kernels."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.options import ConfigError
 
-# By name: vLLM 0.26 has not all of them.
+# By name, because vLLM 0.26 does not have all of them.
 _CURVES = {
     "silu": Curve.SWIGLU,
     "gelu": Curve.GELU,
@@ -18,11 +18,11 @@ _CURVES = {
     "swiglustep": Curve.SWIGLU_STEP,
     "situ": Curve.SITU,
 }
-_STEP_LIMIT = 7.0  # of Step-3.5, which vLLM's kernel for it has built in
+_STEP_LIMIT = 7.0  # of Step-3.5, built into vLLM's kernel for it
 
 
 def activation_of(layer: Any) -> Activation:
-    """The activation of the experts of a RoutedExperts; ConfigError for one that kernels do not have."""
+    """Return the activation of a RoutedExperts' experts; ConfigError if kernels do not have it."""
     if (known := _known(layer)) is None:
         raise ConfigError(
             f"vllm-dymoe: {layer.layer_name} needs the expert activation {layer.moe_config.activation.value} with "
@@ -35,11 +35,11 @@ def activation_of(layer: Any) -> Activation:
 def _known(layer: Any) -> Activation | None:
     moe = layer.moe_config
     function: MoEActivation = moe.activation
-    if function is MoEActivation.SWIGLUOAI:  # whose numbers vLLM's kernel has built in
+    if function is MoEActivation.SWIGLUOAI:  # vLLM's kernel has its numbers built in
         return Activation.SWIGLU_OAI
 
     def number(name: str) -> float | None:
-        """A number that the layer's configuration has, or in vLLM 0.26 only the layer."""
+        """Return a number of the layer's configuration, which vLLM 0.26 has in the layer only."""
         found: float | None = getattr(moe, name, None)
         return getattr(layer, name, None) if found is None else found
 
@@ -58,5 +58,5 @@ def _known(layer: Any) -> Activation | None:
             alpha, beta = number("swiglu_alpha"), number("swiglu_beta") or 0.0
             return None if limit is None else Activation(curve, limit, 1.0 if alpha is None else alpha, beta)
         return Activation(curve) if limit is None else Activation(curve, limit)
-    # What a limit of another curve would mean is not defined.
+    # A limit is not defined for other curves.
     return None if curve is None or limit is not None else Activation(curve, has_gate=has_gate)

@@ -18,12 +18,12 @@ from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.server.stats import ServerStats
 from vllm_dymoe.units import size
 
-# vLLM configures the hierarchy below "vllm" only.
+# vLLM configures only loggers below "vllm".
 logger = init_logger("vllm.plugins.dymoe")
 
 
 def end_with_sentences() -> None:
-    """Make the command ``vllm`` print only the sentence if one of our errors ends it; programs keep their traceback."""
+    """Make the command ``vllm`` print only the message if one of our errors ends it; programs keep their traceback."""
     if Path(sys.argv[0]).name != "vllm":
         return
     before = sys.excepthook
@@ -72,7 +72,7 @@ def _planning(server: ExpertServer) -> str:
     if server.small_batches is None:
         return f"the host{f', because {server.host_plans_because}' if server.host_plans_because else ''}"
     said = f"the device ({server.small_batches.kernel.name})"
-    # Experts that layers do not keep, each once: at the high version where there are two.
+    # Bytes of the experts that layers do not keep, each once: at the high version if there are two.
     plan, memory, experts = server.slot_plan, server.cache, server.experts
     precisions = list(plan.slots) if memory.nested else list(plan.slots)[:1]
     moved = sum(
@@ -86,18 +86,20 @@ def _planning(server: ExpertServer) -> str:
 
 
 def _prefetch(server: ExpertServer) -> str:
-    """Return what is fetched ahead, in each kind of step."""
+    """Return what is prefetched, in each kind of step."""
     if server.policy.prefetch is None:
         return "none"
     file = server.options.predictor_file
     unused = f"; predictor {file} is not used and takes no memory" if file is not None and server.unasked else ""
+    if server.small_batches is not None and server.disk_queue is not None:
+        return f"none, because a thread brings experts from the disk when the device has planned{unused}"
     if server.small_batches is not None:
         prefetch = server.small_batches.prefetch
         few = _by_name(server) if prefetch is not None and prefetch.has_slots else "none"
-        ahead = "the next layer's experts by themselves in larger ones"
+        ahead = "the next layer's experts in larger ones"
         return f"{few} in steps of up to {SMALL_BATCH_ROWS} tokens, {ahead}{unused}"
     if server.unasked or server.engine.occupies_cores:
-        return "none, because the cores that would copy compute" + unused
+        return "none, because the cores that would copy experts also compute" + unused
     return _by_name(server)
 
 
@@ -119,25 +121,25 @@ def _by_name(server: ExpertServer) -> str:
 
 
 def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
-    """Return sentences about settings that work, but badly, on one of so many ranks that divide the experts."""
+    """Return warnings about settings that work badly, for one of ``expert_ranks`` ranks that share the experts."""
     experts, options, plan = server.experts, server.options, server.slot_plan
     shares = server.policy.precision.all_shares(experts)
     found = []
     asked = options.model_fields_set & {"policy", "policy_options", "predictor"}
     if asked and server.policy.prefetch is not None and server.device.type == "cpu" and options.link_gbps is None:
         found.append(
-            f'policy "{options.policy}" fetches nothing ahead while experts come from memory or the page cache, '
-            "because the cores that would copy them are computing; it works where they come from a disk, on a GPU, and "
+            f'policy "{options.policy}" prefetches nothing while experts come from memory or the page cache, '
+            "because the cores that would copy them also compute; prefetch works from a disk, on a GPU, and "
             "with link_gbps."
         )
     if options.low == 0 and Precision.LOW in server.policy.precision.precisions:
         found.append(
-            "low is 0, so experts that matter less are skipped, which loses about ten times as much on a prompt as 2 "
-            "bits do; set low to 2."
+            "low is 0, so less important experts are skipped, which costs about ten times as much quality on a prompt "
+            "as 2 bits do; set low to 2."
         )
     for precision in plan.slots if server.policy.residency.keeps and server.policy.residency.migrating is None else ():
         every_base = server.cache.nested and precision is Precision.LOW
-        # Whatever its precision, an expert needs its base.
+        # Every expert needs its base, whatever its precision.
         of_layers = [1.0] * len(experts.layers) if every_base else shares[precision]
         wanted = [round(share * experts.top_k / expert_ranks) for share in of_layers]
         short = [(kept, uses) for kept, uses in zip(plan.quotas[precision], wanted, strict=True) if kept < uses]
@@ -146,13 +148,13 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
         least, uses = min(short)
         if least == 0:
             found.append(
-                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert at "
-                f"all, so their "
+                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert "
+                f", so their "
                 "cache can never hit and every expert is fetched for every token; raise expert_budget."
             )
         else:
             found.append(
-                f"a layer keeps {least} experts of the {precision.value} precision but one token uses {uses}"
+                f"a layer keeps {least} experts of the {precision.value} precision, but one token uses {uses}"
                 f"{' here on average' if expert_ranks > 1 else ''}, "
                 "so most experts are fetched for every token; raise expert_budget."
             )
@@ -161,7 +163,7 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of all ranks since the start or the last reset, in vLLM's order; prints as aligned text."""
+    """Counts of all ranks since the start or the last reset, in vLLM's order of ranks; prints as aligned text."""
 
     ranks: tuple[ServerStats, ...]
 
@@ -176,7 +178,7 @@ class Summary:
 
 
 def in_words(stats: ServerStats) -> dict[str, str]:
-    """Return one rank's counts by name; of prefetch and migration only if there were any."""
+    """Return one rank's counts by name; prefetch and migration only if there were any."""
 
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
@@ -204,7 +206,7 @@ def in_words(stats: ServerStats) -> dict[str, str]:
         rows["served high"] = f"{stats.choices['high'] / choices:.1%} of {choices} choices"
         rows["moves"] = f"{outcomes}; the link worked {stats.migration_link_seconds:.2f} s for them"
         rows["windows"] = (
-            f"{stats.windows}, {churn:.1%} of {places} high experts exchanged in each; the last one began "
+            f"{stats.windows}, {churn:.1%} of {places} high experts replaced in each; the last one began "
             f"{stats.window_age_seconds:.1f} s ago"
         )
     held = stats.resident_experts

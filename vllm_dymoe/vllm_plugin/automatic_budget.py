@@ -19,7 +19,7 @@ from vllm_dymoe.units import size
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine
 
-# On a CPU the "device" is the machine's memory, which other processes use too.
+# On a CPU the "device" is the machine's memory, which other processes use, too.
 _SHARE_OF_FREE_HOST_MEMORY = 0.5
 
 
@@ -28,7 +28,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
 
     On CUDA this is what ``gpu_memory_utilization`` leaves after the KV cache of one request of ``max_model_len`` tokens
     and the activations of a step; on a CPU half of what is available after the KV cache, divided equally among the
-    ranks. Raises ConfigError if it is less than ``least``.
+    ranks. ConfigError if it is less than ``least``.
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
@@ -38,7 +38,7 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
     kv_cache = cache_config.kv_cache_memory_bytes
     if kv_cache is None:
         kv_cache = kv_cache_bytes(vllm_config)
-        # vLLM counts what it may use from an empty device, and so it counts what others use there.
+        # vLLM takes its share of the whole device, so memory that others use there counts against it.
         free -= int((1 - cache_config.gpu_memory_utilization) * torch.cuda.mem_get_info(device)[1])
     activations = step_shape(vllm_config, experts).nbytes
     fixed = model.original_max_model_len != -1
@@ -69,7 +69,7 @@ def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) ->
 
 
 def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
-    """Return the budget on a CPU: ``host_memory`` where no other was set. ConfigError if the budget exceeds it."""
+    """Return the budget on a CPU: ``host_memory`` if no other was set. ConfigError if the budget exceeds it."""
     allowed = host_memory_bytes(options.host_memory, experts)
     if allowed is None:
         return automatic
@@ -77,8 +77,8 @@ def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: in
         asked = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic)
         if asked > allowed:
             raise ConfigError(
-                f"vllm-dymoe: expert_budget is {asked} bytes and host_memory {allowed}, but on a CPU both are the same "
-                "memory; leave expert_budget out, or raise host_memory."
+                f"vllm-dymoe: expert_budget is {asked} bytes and host_memory {allowed}, but on a CPU both limit the "
+                "same memory; leave expert_budget out, or raise host_memory."
             )
     return allowed
 
@@ -89,7 +89,7 @@ def kv_cache_bytes(vllm_config: VllmConfig) -> int:
     own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]
     kinds = Counter((spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs)
-    # Kinds share blocks in groups of equal size, which vLLM fills up with layers that are not there.
+    # Kinds of layers share blocks in groups of equal size, which vLLM fills up with layers that do not exist.
     group = min(kinds.values(), default=1)
     # One block of each group is vLLM's own.
     return sum((request + page) * (-(-count // group) * group) for (request, page), count in kinds.items())
@@ -102,7 +102,8 @@ def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
     sizes = (compilation.cudagraph_capture_sizes or []) if graphs else []
     heads = model.get_num_attention_heads(parallel) + 2 * model.get_num_kv_heads(parallel)
     return StepShape(
-        tokens=scheduler.max_num_batched_tokens * parallel.data_parallel_size,  # all of them meet at the experts
+        # Tokens of all engines are exchanged before the experts.
+        tokens=scheduler.max_num_batched_tokens * parallel.data_parallel_size,
         sequences=scheduler.max_num_seqs,
         hidden=model.get_hidden_size(),
         attention=heads * model.get_head_size(),
@@ -111,6 +112,6 @@ def step_shape(vllm_config: VllmConfig, experts: ModelExperts) -> StepShape:
         vocabulary=model.get_vocab_size(),
         itemsize=model.dtype.itemsize,
         graph_tokens=max(sizes, default=0),
-        # Where graphs are split there are two pieces to a layer.
+        # If graphs are split, a layer has two pieces.
         graphs=len(sizes) * (2 * model.get_num_layers(parallel) + 1),
     )

@@ -12,7 +12,7 @@ from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_plugin.announcements import logger
 
-_SHARE = 0.8  # of the memory that vLLM may use, for weights where the budget is automatic
+_SHARE = 0.8  # of the memory that vLLM may use, for weights if the budget is automatic
 
 
 def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Options) -> int | None:
@@ -34,8 +34,8 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
     if tokens <= own:
         return None
     logger.info(
-        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt brings about %s "
-        "over the link, %.0f ms on this card, in which as many are computed; requests that decode wait as long beside "
+        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt moves about %s "
+        "over the link, %.0f ms on this card, the time to compute as many tokens; decoding requests wait as long for "
         "it. --max-num-batched-tokens sets another number.",
         tokens, own, size(missing), 1e3 * missing / device.link,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Data parallelism with expert parallelism: the tokens of all ranks meet at each rank's experts.
+"""Data parallelism with expert parallelism: the tokens of all ranks are exchanged at each rank's experts.
 
-vLLM runs the ranks' models in lockstep: one without requests computes a dummy batch meanwhile. Each rank sends its rows
-to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows which
-of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
+vLLM runs the ranks' models in lockstep: a rank without requests computes a dummy batch meanwhile. Each rank sends its
+rows to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows
+which of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
 """
 
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from vllm.distributed import get_ep_group
 
+from vllm_dymoe.executor.small_batch import SmallBatches
 from vllm_dymoe.planner.routing import Phase
 
 _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank reads a prompt."""
+    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank processes a prompt."""
 
     def __init__(
         self,
@@ -45,8 +46,33 @@ class Gathered:
         return combined
 
 
+class GatheredOnDevice:
+    """The same for a device-planned layer, in fixed places and without the host: other rows have no experts.
+
+    Args:
+        small_batches: what runs the layer; it knows how many tokens this rank has, and is told of those of all ranks.
+        part: which of the step's rows a rank of tensor parallelism has; None where each has all.
+
+    Attributes:
+        x, weights, ids: of all rows of all ranks; ids are -1 in rows that are no tokens.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, small_batches: SmallBatches, part: int | None
+    ) -> None:  # fmt: skip
+        self._sequence_parallel = part is not None
+        ids = small_batches.own_tokens(ids, len(ids) * (part or 0))
+        self.x, self.weights, self.ids = get_ep_group().dispatch(x, weights, ids, self._sequence_parallel)
+        small_batches.meet(self.ids)
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """Add the outputs of all ranks' experts: [rows of all ranks, hidden] to [rows of this rank, hidden]."""
+        combined: torch.Tensor = get_ep_group().combine(out, self._sequence_parallel)
+        return combined
+
+
 def own_tokens(tokens: int, rows: int, rank: int) -> int:
-    """Return how many of a rank's rows are tokens, where ranks of tensor parallelism have consecutive parts of them."""
+    """Return how many of a rank's rows are tokens, if tensor-parallel ranks have consecutive parts of them."""
     return min(max(tokens - rank * rows, 0), rows)
 
 
@@ -54,7 +80,7 @@ def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> li
     """Gather tensors [rows of this rank, ...] into [rows of all ranks, ...], through a CpuCommunicator."""
     longest, found = max(sizes), []
     for tensor in tensors:
-        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo has parts of one size
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo needs parts of equal size
         padded[: len(tensor)] = tensor
         parts = tensor.new_empty(len(sizes), longest, *tensor.shape[1:])
         sent, received = padded.view(torch.uint8), parts.flatten(0, 1).view(torch.uint8)

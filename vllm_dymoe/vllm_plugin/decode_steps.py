@@ -1,60 +1,82 @@
 """Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is told how many rows are
-tokens; after the model observers are told what routers chose. Steps of few rows are small batches, others large
-batches; so are steps with prompt tokens, if the policy treats these differently.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is set how many rows are
+tokens; after the model, observers get what routers chose. Steps of few rows are small batches, others large batches; so
+are steps with prompt tokens, if the policy treats these differently.
 """
 
 import torch
 
-from vllm_dymoe.cache.device_table import OutsideIds
+from vllm_dymoe.cache.device_table import DeviceFailures
 from vllm_dymoe.executor.small_batch import SmallBatches
-from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.vllm_plugin.data_parallel import GatheredOnDevice
+from vllm_dymoe.vllm_plugin.expert_ids import own_ids
 from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class DecodeSteps:
-    """The device-planned steps of one rank; a decoding request has at most ``longest`` tokens: its own and drafted
-    ones.
-    """
+    """The device-planned steps of one rank; a decoding request has up to ``longest`` tokens, including drafted ones."""
 
     def __init__(
         self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
         prompts: PromptTap | None = None,
     ) -> None:  # fmt: skip
         self._server, self._table, self._step, self._observation = server, table, step, observation
+        self._layers = len(server.experts.layers) - server.experts.draft_layers  # of the model
         self._longest = longest
         self._prompts = prompts
-        self._outside = OutsideIds(table)
+        queue = server.disk_queue
+        self._failures = DeviceFailures(table, None if queue is None else queue.why)
         self._tokens, self._large = 0, False  # of the running step
-        self._recording = False
+        self._recording = self._meets = False
+        self._experts: int | None = None  # of all ranks, where a rank has some of them
 
     @property
     def path(self) -> SmallBatches:
-        """What runs the layers now: a resize replaces it."""
+        """The object that runs the layers now; a resize replaces it."""
         assert self._server.small_batches is not None
         return self._server.small_batches
 
-    def enter_layer(self, rows: int, *, capturing: bool) -> bool:
-        """Return whether a layer of so many rows belongs to a small batch; vLLM's warm-up runs have no tokens."""
-        step = self._step
-        if not capturing:
-            self.path.tell(0 if step.warming_up else step.real(rows))
-        return rows <= SMALL_BATCH_ROWS and (capturing or step.warming_up or self._decodes or not self._asks)
-
-    def run_large(
-        self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor,
-        *, capturing: bool,
+    def run(
+        self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, capturing: bool
     ) -> torch.Tensor:  # fmt: skip
-        """Run a layer of a large batch, and tell observers; experts are given for all ranks, and for this one."""
+        """Run a layer: x [rows, hidden] to [rows, hidden], with experts of all ranks; warm-up runs have no tokens."""
+        step, path = self._step, self.path
+        if layer.expert_map is not None:
+            self._experts = len(layer.expert_map) - 3
+        if layer.meets:
+            self._meets = True
+            if not capturing:
+                path.tell(step.tokens)
+            gathered = GatheredOnDevice(x, weights, ids, path, layer.part)
+            here = own_ids(layer.expert_map, gathered.ids)
+            given = layer.position, gathered.x, gathered.weights, here, layer.activation
+            if len(here) <= path.most_rows:
+                return gathered.combine(path.forward(*given))
+            return gathered.combine(path.forward_large(*given, captured=capturing))
+        rows, here = len(x), own_ids(layer.expert_map, ids)
+        if not capturing:
+            path.tell(0 if step.warming_up else step.real(rows))
+        plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
+        if rows <= path.most_rows and (plain or self._decodes or not self._asks):
+            return path.forward(layer.position, x, weights, here, layer.activation)
+        if plain:
+            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
+        return self._run_large(layer, x, weights, ids, here)
+
+    def _run_large(
+        self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, here: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a layer of a large batch, and tell observers.
+
+        Takes the ids for all ranks' experts, and for this rank's.
+        """
         step, rows, path = self._step, len(x), self.path
         self._large = True
-        if capturing or step.warming_up:
-            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
@@ -69,7 +91,10 @@ class DecodeSteps:
         return out
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same with -1 for what is no expert: observers index by it before the step is found to have failed."""
+        """Return ids with -1 for those of no expert.
+
+        Observers use ids as indices before the step is known to fail.
+        """
         return torch.where(ids < self._table.experts, ids, -1)
 
     @property
@@ -78,35 +103,38 @@ class DecodeSteps:
 
     def begin(self) -> None:
         self._tokens, self._large = self._step.tokens, not (self._decodes or not self._asks)
-        self._large |= self._step.tokens > SMALL_BATCH_ROWS
+        self._large |= self._step.tokens > self.path.most_rows
         self.path.begin_step(self._tokens, large=self._large)
         recording = bool(self._listeners) or self._server.host_planned.migration is not None
         if recording != self._recording:
             self._table.recording.fill_(recording)
             self._recording = recording
 
-    def end(self) -> None:
-        tokens, self._tokens = self._tokens, 0
-        if not tokens:
-            return
-        self.path.tell(0)
-        self._outside.send(self._step.number)
-        self._server.host_planned.end_decode(tokens, large=self._large)
-        for observer in () if self._large else self._listeners:
-            for layer in range(self._table.layers):
+    def end_model(self) -> None:
+        """Tell observers of a small batch, when the model has run; a draft may come behind it."""
+        tokens = self._tokens
+        for observer in () if self._large or not tokens else self._listeners:
+            for layer in range(self._layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
                 actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
                 observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
+    def end(self) -> None:
+        """End a step, drafts included; or one without requests, in which other engines' tokens have met here."""
+        tokens, self._tokens = self._tokens, 0
+        self.path.tell(0)
+        self._failures.send(self._step.number)
+        self._server.host_planned.end_decode(tokens)
+
     def failure(self, step: int) -> str:
-        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
-        return str(self._outside.take(step) or "")
+        """Return why a finished step up to this number failed on the device; empty if none did."""
+        return self._failures.take(step, self._experts)
 
     def _routing(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
         everywhere: torch.Tensor | None = None, actions: torch.Tensor | None = None,
     ) -> Routing:  # fmt: skip
-        layers, phase = self._table.layers, self._step.phase
+        layers, phase = self._layers, self._step.phase
         return Routing(layer, layers, x, ids, weights, phase, global_ids=everywhere, actions=actions)
 
     @property
@@ -115,4 +143,5 @@ class DecodeSteps:
 
     @property
     def _listeners(self) -> list[Observer]:
-        return [observer for observer in self._observation.observers if not observer.needs_inputs]
+        every = () if self._meets else self._observation.observers  # recorded rows are those of all engines
+        return [observer for observer in every if not observer.needs_inputs]

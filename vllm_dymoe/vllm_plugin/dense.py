@@ -1,7 +1,7 @@
 """The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head, quantized as they load.
 
-Beside experts of 4 bits they are most of what a token reads. On a CPU the native library multiplies them, on a GPU
-vLLM's FP8 kernels (:mod:`~.dense_fp8`). Routers, and layers whose weights a model reads by itself, keep their 16 bits.
+With experts at 4 bits, these layers are most of what a token reads. On a CPU the native library multiplies them, on a
+GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`). Routers, and layers whose weights a model reads itself, keep 16 bits.
 """
 
 import re
@@ -24,7 +24,7 @@ from vllm_dymoe.options import CALIBRATED, ConfigError, Options
 from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.vllm_plugin.dense_fp8 import Fp8HeadMethod, linear_method, online_fp8
 
-# Layers that models call and do nothing else with; a router's gate, a convolution or MLA's kv_b_proj is none of them.
+# Layers that models only call; a router's gate, a convolution or MLA's kv_b_proj is not among them.
 _PACKED = re.compile(
     r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
     r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
@@ -35,7 +35,7 @@ _LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the add
 def packed_method(
     layer: torch.nn.Module, prefix: str, options: Options, config: VllmConfig
 ) -> QuantizeMethodBase | None:
-    """The method of a layer that is to be quantized; None for one that keeps its 16 bits."""
+    """Return the method of a layer that is to be quantized; None for one that keeps its 16 bits."""
     if options.dense == 16:
         return None
     on_cpu = current_platform.is_cpu()
@@ -46,13 +46,12 @@ def packed_method(
         tied = bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
         if on_cpu:
             return PackedHeadMethod(options, tied=tied)
-        return None if tied else Fp8HeadMethod()  # a second copy of a tied one would cost more memory than it saves
+        return None if tied else Fp8HeadMethod()  # a second copy of a tied head would cost more memory than it saves
     return None
 
 
 def check_dense(options: Options, *, quantized: bool) -> None:
-    """Refuse (ConfigError) ``dense`` for layers that are quantized, bits that a GPU has no kernels for, or where the
-    kernels are missing."""
+    """Raise ConfigError if ``dense`` is impossible: layers already quantized, unsupported bits, or missing kernels."""
     if options.dense == 16:
         return
     why = None
@@ -70,7 +69,7 @@ def check_dense(options: Options, *, quantized: bool) -> None:
 
 
 def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
-    """Give a layer ``packed``, uint8, that :func:`multiply` reads; for the caller to write."""
+    """Give a layer an attribute ``packed``, uint8, that :func:`multiply` reads and the caller fills."""
     layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
@@ -79,13 +78,13 @@ def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., columns] times a layer's packed matrix, and its bias: [..., rows]."""
+    """Return x [..., columns] times a layer's packed matrix, plus its bias: [..., rows]."""
     out = torch.ops.vllm_dymoe.linear(x, layer.packed, layer.packed_rows)
     return out if bias is None else out + bias
 
 
 class _Packed:
-    """A layer that is packed once it is loaded; an LM head that is ``tied`` to the embedding keeps its 16 bits, too."""
+    """A layer that is packed after loading; an LM head that is ``tied`` to the embedding also keeps its 16 bits."""
 
     def __init__(self, options: Options, *, tied: bool = False) -> None:
         super().__init__()
@@ -102,16 +101,16 @@ class _Packed:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., columns] -> [..., rows]."""
+        """Map x [..., columns] to [..., rows]."""
         return multiply(layer, x, bias)
 
 
 class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
-    """A linear layer's."""
+    """The method of a packed linear layer."""
 
 
 class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
-    """An LM head's."""
+    """The method of a packed LM head."""
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:

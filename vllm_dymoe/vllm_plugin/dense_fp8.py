@@ -1,7 +1,7 @@
 """The option ``dense`` on a GPU: vLLM's own online FP8, for the layers that :mod:`~.dense` packs on a CPU.
 
 From compute capability 8.9 on, a card multiplies FP8 by FP8, with a scale for each output and each token. An older card
-keeps weights in FP8, with one scale for a matrix, and multiplies at 16 bits (Marlin).
+stores weights in FP8, with one scale for a matrix, and multiplies at 16 bits (Marlin).
 """
 
 from types import ModuleType
@@ -35,28 +35,31 @@ def linear_method() -> QuantizeMethodBase:
 
 
 class Fp8HeadMethod(UnquantizedEmbeddingMethod):
-    """An LM head's: loaded at 16 bits, since vLLM's methods are for linear layers, and handed to one of them then."""
+    """The method of an LM head, which is loaded at 16 bits.
+
+    It is then passed to a linear layer's method, because vLLM has none for heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._method: Any = linear_method()  # in the context in which vLLM makes layers, whose dtype it takes
+        self._method: Any = linear_method()  # made in the context in which vLLM makes layers, whose dtype it takes
         self._linear: Any = torch.nn.Module()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight: torch.Tensor = layer.weight.data
         rows, columns = weight.shape
         linear = self._linear
-        linear.tp_size, linear.input_size, linear.output_size = 1, columns, rows  # a scale is of this rank's rows
+        linear.tp_size, linear.input_size, linear.output_size = 1, columns, rows  # scales are for this rank's rows
         self._method.create_weights(linear, columns, [rows], columns, rows, weight.dtype, weight_loader=_no_loader)
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         self._method.process_weights_after_loading(linear)
         layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., columns] -> [..., rows]."""
+        """Map x [..., columns] to [..., rows]."""
         out: torch.Tensor = self._method.apply(self._linear, x, bias)
         return out
 
 
 def _no_loader(parameter: torch.nn.Parameter, weight: torch.Tensor) -> None:
-    raise AssertionError("the weight is there already")
+    raise AssertionError("the weight is loaded already")

@@ -1,7 +1,7 @@
 """Kernels for a checkpoint's quantized dense layers on a CPU, offered to vLLM's choice of kernels.
 
 vLLM's own kernels need AMX for FP8, and its AVX-512 build for AWQ and GPTQ; on machines with AMX they come first. Codes
-and scales are used as they are, activations keep their 16 bits, and a token's bits do not depend on other tokens.
+and scales are used unchanged, activations keep their 16 bits, and a token's result does not depend on other tokens.
 """
 
 from typing import Any
@@ -54,10 +54,10 @@ def _group_size(columns: int, shared: int) -> int | None:
 
 
 def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, zeros: bool = False) -> None:
-    """Pack a layer and free its parameters; MLA reads those of kv_b_proj by itself."""
+    """Pack a layer and free its parameters; those of kv_b_proj stay, because MLA reads them itself."""
     rows, columns = held.shape
     size = _group_size(columns, shared)
-    assert size is not None, "can_implement has refused it"
+    assert size is not None, "can_implement refuses it"
     fmt = MatrixFormat(rows, columns, held.encoding, size, dtype, integer_zeros=zeros)
     held.pack(fmt, map_packed(layer, fmt))
     if getattr(layer, "prefix", "").endswith("kv_b_proj"):
@@ -68,7 +68,7 @@ def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, 
 
 
 class IntegerKernel(MPLinearKernel):
-    """AWQ, GPTQ and compressed-tensors at 8 or 4 bits, with columns in their original order."""
+    """Kernel for AWQ, GPTQ and compressed-tensors at 8 or 4 bits, with columns in their original order."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -79,14 +79,17 @@ class IntegerKernel(MPLinearKernel):
         if not _asked_for():
             return False, "the model is not served with dymoe"
         if c.weight_type not in _BITS:
-            return False, f"{c.weight_type} is not of 8 or 4 bits"
+            return False, f"{c.weight_type} does not have 8 or 4 bits"
         columns = c.partition_weight_shape[0]
         if _group_size(columns, columns if c.group_size == -1 else c.group_size) is None:
-            return False, f"groups of {c.group_size} are no multiple of {GROUP_SIZES[0]}"
-        return not getattr(c, "has_g_idx", False), "columns are in another order"
+            return False, f"groups of {c.group_size} are not a multiple of {GROUP_SIZES[0]}"
+        return not getattr(c, "has_g_idx", False), "columns are reordered"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack w_q, whose words hold neighbouring inputs: [columns / n, rows] or transposed, as its dimensions say."""
+        """Pack w_q, whose words hold adjacent inputs.
+
+        It is [columns / n, rows] or transposed, according to its dimensions.
+        """
         columns, rows = self.config.partition_weight_shape
         words, scales, zeros = self._get_weight_params(layer)
         bits = _BITS[self.config.weight_type]
@@ -106,7 +109,7 @@ class IntegerKernel(MPLinearKernel):
 
 
 class _Fp8:
-    """What both of vLLM's families of FP8 kernels have in common."""
+    """Common part of vLLM's two families of FP8 kernels."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -141,7 +144,7 @@ class Fp8BlockKernel(_Fp8, Fp8BlockScaledMMLinearKernel):
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         shared = config.weight_quant_key.scale.group_shape.col
         if _group_size(config.weight_shape[1], shared) is None:
-            return False, f"blocks of {shared} columns are no multiple of {GROUP_SIZES[0]}"
+            return False, f"blocks of {shared} columns are not a multiple of {GROUP_SIZES[0]}"
         return super().can_implement(config)
 
     def process_weights_after_loading(self, layer: Any) -> None:

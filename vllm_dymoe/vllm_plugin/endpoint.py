@@ -17,11 +17,13 @@ PRECISION, BUDGET, LIVE = "/v1/dymoe/precision", "/v1/dymoe/budget", "/v1/dymoe/
 PREDICTOR = "/v1/dymoe/predictor"
 PAGE = "/dymoe/live"
 _PAGE_FILES = Path(__file__).parent / "live_page"
-_INTERVAL_S = 1.0  # between two questions of the live page to the workers
+_INTERVAL_S = 1.0  # seconds between two requests of the live page to the workers
 
 
 class DymoeEndpoint:
-    """``GET`` asks what is in force, ``POST`` with an object of changes makes them; every answer is one of all ranks.
+    """``GET`` returns the values in force; ``POST`` with an object changes them.
+
+    Answers are lists over all ranks.
 
     See ``dymoe_precision``, ``dymoe_resize``, ``dymoe_predictor`` and ``dymoe_live`` of
     :class:`~.worker.DymoeWorkerExtension`.
@@ -45,7 +47,7 @@ class DymoeEndpoint:
             if unknown or not changes:
                 raise HTTPException(
                     400,
-                    f"vllm-dymoe: {', '.join(unknown) or 'an empty object'} is no budget; set expert_budget, "
+                    f"vllm-dymoe: {', '.join(unknown) or 'an empty object'} is not a budget; set expert_budget, "
                     "host_memory, or both.",
                 )
             return await _call(request.app.state.dymoe_engine, "dymoe_resize", changes)
@@ -74,7 +76,7 @@ class LiveAnswers:
         self._asked = float("-inf")
 
     async def answer(self) -> dict[str, Any]:
-        """Return the newest answer of all ranks, which is up to one interval old."""
+        """Return the newest answer of all ranks, up to one interval old."""
         async with self._asking:
             if time.monotonic() - self._asked >= self._interval:
                 self._answer = await _call(self._engine, "dymoe_live", {})
@@ -83,13 +85,13 @@ class LiveAnswers:
 
 
 async def _call(engine: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Call a method of all workers; HTTPException 400 if it refuses with a sentence of ours."""
-    patience = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)  # a node that has died never answers
+    """Call a method of all workers; HTTPException 400 if it raises one of our errors."""
+    patience = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)  # a dead node never answers
     try:
         return {"ranks": await engine.collective_rpc(method, timeout=patience, kwargs=arguments)}
     except Exception as error:
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:
             raise
-        # What vLLM's executor adds is of no use to the client.
+        # The text that vLLM's executor adds is of no use to the client.
         raise HTTPException(400, ours + sentence.partition("', please check the stack trace")[0]) from error

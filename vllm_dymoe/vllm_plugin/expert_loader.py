@@ -1,16 +1,16 @@
-"""From vLLM's weight loaders to the store: which expert, which projection, which slice of it.
+"""Passes experts from vLLM's weight loaders to the store: which expert, which projection, which slice of it.
 
-vLLM's models hand over experts in several ways, and all of them end here:
+vLLM's models hand over experts in several ways, which all end here:
 
 - one projection of one expert, [rows, columns], through ``param.weight_loader``: most models;
 - one projection of all local experts, [experts, rows, columns], the same way: Llama 4;
 - gate and up of one expert, transposed and interleaved, the same way: GPT-OSS (vLLM 0.32);
-- gate and up, or down, of all local experts, sliced already: GPT-OSS, at 16 bits through ``param.copy_``, quantized
+- gate and up, or down, of all local experts, already sliced: GPT-OSS, at 16 bits through ``param.copy_``, quantized
   through ``param.weight_loader`` without an expert id; ranks have whole groups of 32 inputs of the down projection, the
   last rank has the remainder, padded with zeros (``GptOssModel._load_weights_mxfp4``);
 - one projection of all experts, [experts * intermediate, hidden], without an expert id: DBRX.
 
-Parts of a quantized matrix wait for each other.
+A quantized matrix is read once all of its tensors have come.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,23 +41,23 @@ _STACKED_KINDS = ("weight", "weight_scale")
 class ExpertLoader:
     """Takes the experts of one layer from vLLM's loaders, in any order; writes this rank's part to a store."""
 
-    __name__ = "load_expert"  # vLLM asks for that of a function
+    __name__ = "load_expert"  # vLLM expects a function, which has a name
 
     def __init__(
         self,
         layer: Any,
-        place: tuple[ModelStore, int],  # where they go: a model's store, and the layer's position in it
+        place: tuple[ModelStore, int],  # destination: a model's store, and the layer's position in it
         hidden: int,
         intermediate: int,
         reader: Reader = PLAIN_READER,
-        all_experts: int | None = None,  # so many, where any of them may become this rank's (EPLB)
+        all_experts: int | None = None,  # number of all experts, if any of them may become this rank's (EPLB)
     ) -> None:
         parallel = layer.moe_config.moe_parallel_config
         self._layer, self._readers, self._balanced = layer, reader, all_experts is not None
         self._number = extract_layer_index(layer.layer_name) if reader.mixed else 0
         self._store, self._place = place
         self._here: Callable[[int], int] = layer._map_global_expert_id_to_local_expert_id
-        if all_experts is not None:  # vLLM counts copies behind the last
+        if all_experts is not None:  # vLLM numbers copies after the last expert
             self._here = lambda number: number if number < all_experts else -1
         self._name: str = layer.layer_name
         self._rank, self._ranks = parallel.tp_rank, parallel.tp_size
@@ -98,7 +98,7 @@ class ExpertLoader:
         elif self._held or self._readers.mixed:
             raise _error(f"{name} holds quantized experts of DBRX, which are not supported yet.")
         else:
-            # [experts * intermediate, hidden]; down lies transposed
+            # [experts * intermediate, hidden]; down is transposed
             name = name.rpartition(".")[2]
             for number, matrix in enumerate(tensor.view(self._layer.moe_config.num_experts, -1, tensor.shape[-1])):
                 if (expert := self._here(number)) != -1:
@@ -109,7 +109,7 @@ class ExpertLoader:
         kind = "bias" if name.endswith("bias") else stack.partition("_")[2]
         if self._stacked:
             raise _error(
-                f"{name} of {self._name} is one expert's, and a {self._readers.method} checkpoint holds all experts of "
+                f"{name} of {self._name} is one expert's, but a {self._readers.method} checkpoint holds all experts of "
                 "a layer in one tensor; use a checkpoint of that form."
             )
         projection = self._projections.get(str(shard))
@@ -146,7 +146,7 @@ class ExpertLoader:
         return True
 
     def take_stack(self, name: str, stack: Tensor) -> None:
-        """Take a parameter of all local experts, [experts, rows, ...], sliced for this rank already."""
+        """Take a parameter of all local experts, [experts, rows, ...], already sliced for this rank."""
         _check_parts(self._name, self._balanced)
         stem, _, kind = name.partition("_")
         for expert, rows in enumerate(stack):
@@ -161,7 +161,7 @@ class ExpertLoader:
                     self._take_part(expert, expert, projection, named, part)
 
     def check_complete(self) -> None:
-        """Raise ConfigError for a quantized matrix of which a tensor is missing."""
+        """Raise ConfigError for a quantized matrix with a missing tensor."""
         for (expert, projection), parts in sorted(self._waiting.items()):
             missing = " and ".join(part for part in self._reader(projection).parts if part not in parts)
             raise _error(f"{self._describe(expert, projection)} lacks {missing} in the checkpoint; download it again.")
@@ -205,7 +205,7 @@ class ExpertLoader:
         if projection is not Projection.DOWN:
             bias = bias[self._share(projection, bias.shape[0])[1]]
         elif self._rank > 0:
-            bias = torch.zeros_like(bias)  # the ranks' results are added up: one of them brings the bias
+            bias = torch.zeros_like(bias)  # the ranks' results are added up, so only one of them adds the bias
         self._store.put(self._place, expert, projection, bias, bias=True)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
@@ -217,7 +217,7 @@ class ExpertLoader:
         return self._readers.at(self._number, projection)
 
     def _shape(self, projection: Projection, ranks: int = 1) -> tuple[int, int]:
-        """Return [rows, columns] on so many ranks together."""
+        """Return [rows, columns] on ``ranks`` ranks together."""
         sizes = self._intermediate * ranks, self._hidden
         return sizes[::-1] if projection is Projection.DOWN else sizes
 
@@ -240,7 +240,7 @@ def _check_parts(name: str, balanced: bool) -> None:
     """Check that a stack has the experts of vLLM's placement on one rank."""
     if balanced:
         raise _error(
-            f"--enable-eplb needs all experts on every machine, and vLLM hands over those of one rank of {name}; leave "
+            f"--enable-eplb needs all experts on every machine, but vLLM loads only one rank's part of {name}; leave "
             "it out."
         )
 

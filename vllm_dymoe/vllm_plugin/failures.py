@@ -1,10 +1,10 @@
 """Handles a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
 
 An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce. So
-the layer that failed returns zeros and records a sentence here, later layers do no work, and the sentence leaves the
-worker with the step's output. The scheduler ends the requests of that step, with the sentence as ``stop_reason``.
+the layer that failed returns zeros and records an error message here, later layers do no work, and the message leaves
+the worker with the step's output. The scheduler ends the requests of that step, with the message as ``stop_reason``.
 
-Only one rank's output is collected. Another rank leaves its sentence in the process group's key-value store *before* it
+vLLM collects only one rank's output. Another rank leaves its message in the process group's key-value store *before* it
 takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
@@ -23,36 +23,36 @@ from vllm_dymoe.vllm_plugin.step import RunningStep
 
 @dataclass
 class FailedStep(ModelRunnerOutput):
-    """The output of a step that must not be used; ``failure`` is one sentence for the clients of its requests."""
+    """The output of a step that must not be used; ``failure`` is the error message for the clients of its requests."""
 
     failure: str = ""
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, failure: str) -> "FailedStep":
-        """Return the same output, marked as failed; ``output`` may be shared by many steps and is not changed."""
+        """Return a copy of an output, marked as failed; ``output`` may be shared by many steps and is not changed."""
         return cls(**{field.name: getattr(output, field.name) for field in fields(output)}, failure=failure)
 
 
 class StepFailures:
-    """The failure of the running step, if any: the first ``sentence`` wins."""
+    """The failure of the running step, if any; the first message wins."""
 
     def __init__(
         self,
         step: RunningStep,
         store: Any = None,  # a torch.distributed.Store that all ranks share; None for a single rank
         *,
-        collects: bool = True,  # this rank's output is the one that vLLM collects
-        shared: bool = False,  # other engines compute the same steps with these experts, and have to find the sentence
-        engine: int = 0,  # whose steps these are, where they are not shared
-        late: bool = False,  # whether a step that has run on the host may still fail on the device
+        collects: bool = True,  # vLLM collects this rank's output
+        shared: bool = False,  # other engines compute the same steps with these experts, and must find the message
+        engine: int = 0,  # the engine of these steps, if they are not shared
+        late: bool = False,  # a step that has run on the host may still fail on the device
         on_failure: Callable[[int], None] = lambda step: None,
         # Called with the number of a step that failed on any rank, when its output is complete.
         on_device: Callable[[int], str] = lambda step: "",
-        # Called with the number of a step; returns why it failed on the device, or empty.
+        # Called with the number of a step; returns why it failed on the device, or "".
     ) -> None:
         self.sentence: str | None = None
         self._late, self._on_failure, self._failed_through = late, on_failure, (0, "")
-        self._on_device, self._seen = on_device, 0  # failures of any rank that this one has seen
+        self._on_device, self._seen = on_device, 0  # number of failures, of any rank, that this one has seen
         self._step, self._store, self._collects, self._shared, self._engine = step, store, collects, shared, engine
 
     @property
@@ -66,31 +66,29 @@ class StepFailures:
             if self._store is not None:
                 self._store.add(self._count_key, 1)
                 self._store.set(self._key(self._step.number), sentence)
-                self._store.check([self._key(self._step.number)])  # writing alone does not wait for the server
+                self._store.check([self._key(self._step.number)])  # a write alone does not wait for the server
 
     def any_new(self) -> bool:
-        """Whether a step has failed on any rank since the last time; asks the store, between two steps."""
+        """Return whether a step has failed on any rank since the last call; asks the store, between two steps."""
         if self._store is None:
             return False
         before, self._seen = self._seen, int(self._store.add(self._count_key, 0))
         return self._seen != before
 
     def record_late(self, sentence: str) -> None:
-        """Record the failure of a device's step while it runs: every step fails that has begun and whose output is
-        incomplete.
-        """
+        """Record the failure of a device-planned step while it runs: all steps with incomplete output fail."""
         self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
         for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
             if self._store is not None:
                 self._store.set(self._key(step), f"vllm-dymoe: {sentence}")
 
     def finish(self, output: Any) -> Any:
-        """End the step: mark its output as failed if the step is; this rank may have no output."""
+        """End the step and mark its output if it failed; this rank may have no output."""
         step, mine = self._step.number, self.sentence
         self.sentence = None
         self._step.end()
         if not self._collects and (why := self._on_device(step - 1)):
-            self.record_late(why)  # nobody waits for this rank's output, so it was not known before
+            self.record_late(why)  # no one waits for this rank's output, so it was not known before
         if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
@@ -102,7 +100,7 @@ class StepFailures:
                 self._on_failure(step)
             return FailedStep.of(complete, failure) if failure else complete
 
-        # An output that is still being computed says nothing yet about the other ranks.
+        # While an output is being computed, failures of other ranks are not known yet.
         return _Checked(output, checked) if isinstance(output, AsyncModelRunnerOutput) else checked(output)
 
     def _taken(self, step: int) -> str | None:
@@ -133,14 +131,14 @@ class _Checked(AsyncModelRunnerOutput):
         return self._check(self._output.get_output())
 
     def get_kv_connector_output(self) -> Any:
-        """Return what vLLM asks for from 0.33 on."""
+        """Return what vLLM 0.33 and later ask for."""
         return self._output.get_kv_connector_output()
 
 
 def make_step_failures(
     step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None], on_device: Callable[[int], str]
 ) -> StepFailures:
-    """Make the object for this worker, after vLLM has set up its process groups; arguments as above."""
+    """Make the object for this worker, after vLLM has set up its process groups; arguments as for the class."""
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
@@ -162,7 +160,7 @@ def update_from_output(
     """End the requests of a failed step, and remove everything that it wrote from the prefix cache.
 
     vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
-    preempted meanwhile it is unknown which blocks the failed step should have filled, so none is kept.
+    preempted meanwhile it is unknown which blocks the failed step should have filled, so all of them are removed.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
@@ -184,7 +182,7 @@ def update_from_output(
 
 
 def raise_failure(output: Any) -> None:
-    """Raise the sentence of a vllm.RequestOutput as GenerationError, which vLLM's servers answer with HTTP 500."""
+    """Raise the failure of a vllm.RequestOutput as GenerationError, which vLLM's servers answer with HTTP 500."""
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
             try:
@@ -205,7 +203,7 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
             groups = scheduler.kv_cache_config.kv_cache_groups
             for group, blocks in zip(groups, scheduler.kv_cache_manager.get_block_ids(request), strict=True):
                 written.update(blocks[before // group.kv_cache_spec.block_size :])
-    return written - {0}  # block 0 stands for "no block"
+    return written - {0}  # block 0 means "no block"
 
 
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:

@@ -1,8 +1,8 @@
 """The predictor of one rank and the gates it needs: found without knowing the architecture, then checked.
 
-A block of a model owns its experts and the linear layer that routes to them, under names and at depths that differ. The
-search leads from the experts up to the first module with a linear layer from the hidden size to the number of experts.
-When the layer runs for the first request, the gate has to choose as vLLM does.
+A block of a model contains its experts and the linear layer that routes to them, under names and at depths that differ.
+The search goes from the experts up to the first module with a linear layer from the hidden size to the number of
+experts. When the layer runs for the first request, the gate has to choose as vLLM does.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +22,27 @@ from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 
 # Near ties count as equal within this share of a token's largest score. Two logits that bfloat16 rounds (by 2^-9 of
 # their size) once for vLLM and once for us may come 2^-7 of their size closer or farther apart, and scores by that
-# share for each unit of the logits: enough for logits up to 4. Such ties are seen where the processor sums in another
-# order, and in Llama-4, whose experts' input has been multiplied with the router's weight and rounded.
+# share for each unit of the logits: enough for logits up to 4. Such ties occur if the processor sums in another order,
+# and in Llama-4, whose experts' input has been multiplied by the router's weight and rounded.
 NEAR_TIE = 2**-5
 _AGREEMENT = 0.95
 
 
 class GateError(ValueError):
-    """A gate that cannot be found or used; the message is the reason, for a sentence to the user."""
+    """A gate that cannot be found or used; the message is the reason, as part of a sentence for the user."""
 
 
 def _logits(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute logits with a gate module of vLLM's, with whatever kernels and adapters vLLM gives it."""
+    """Compute logits with a gate module of vLLM, including its kernels and adapters."""
     dtype = module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
     out = module(x if x.dtype == dtype else x.to(dtype))
     return out[0] if isinstance(out, tuple) else out
 
 
 def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
-    """Return the gate of a RoutedExperts of vLLM, which is a part of its model.
+    """Return the gate of a RoutedExperts of vLLM, found in its model.
 
-    Raises GateError if no linear layer qualifies, or several, or if its scores are used in an unknown way.
+    GateError if no linear layer qualifies, or several, or if its scores are used in an unknown way.
     """
     sizes = hidden, num_experts = experts.hidden_size, experts.moe_config.num_experts
     within = set(experts.modules())
@@ -56,7 +56,7 @@ def find_gate(experts: Any, model: torch.nn.Module) -> Gate:
         layers = f"{len(found)} linear layers next to it lead" if found else "no linear layer next to it leads"
         raise GateError(f"{layers} from {hidden} to {num_experts} features")
     if experts.scoring_func not in ("softmax", "sigmoid"):
-        raise GateError(f"its scores are {experts.scoring_func}, which is not supported yet")
+        raise GateError(f"its scoring function is {experts.scoring_func}, which is not supported yet")
     grouped = experts.use_grouped_topk
     return Gate(
         logits=partial(_logits, found[0]),
@@ -76,10 +76,10 @@ def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
-    """Return the gate of a layer, without a correction that vLLM does not apply (as its CPU build does for Ernie-4.5).
+    """Return a layer's gate, without a correction that vLLM does not apply (as its CPU build does for Ernie-4.5).
 
-    Raises GateError if, for the experts' input x [tokens, hidden], it would have chosen otherwise than vLLM: ids
-    [tokens, top_k], negative for another rank's.
+    GateError if, for the experts' input x [tokens, hidden], it would have chosen other experts than vLLM: ids [tokens,
+    top_k], negative for another rank's.
     """
     share = gate.agreement(x, ids, NEAR_TIE)
     if share >= _AGREEMENT:
@@ -96,9 +96,9 @@ class PredictorObserver(Observer):
     needs_inputs = True
 
     def __init__(self, options: Options, obstacle: str = "") -> None:
-        self._obstacle = obstacle  # why no gate can be used, if none can
+        self._obstacle = obstacle  # why no gate can be used; empty if they can
         self._policy = make_policy(options)
-        # A trained predictor asks no gate; they are still checked for the trace.
+        # A trained predictor needs no gate; they are still checked for the trace.
         prefetch = self._policy.prefetch
         self._needs_gates = prefetch is not None and prefetch.needs_gates and options.predictor_file is None
         self._training = options.train_predictor is not None
@@ -107,10 +107,10 @@ class PredictorObserver(Observer):
         self._found: dict[int, tuple[str, Gate]] = {}
         self._unchecked: set[int] = set()
         self._turn_off: Callable[[], None] = lambda: None
-        self.gates: list[Gate] = []  # by layer; empty where not needed, and once one chose otherwise than vLLM
+        self.gates: list[Gate] = []  # by layer; empty if not needed, or once one chose otherwise than vLLM
 
     def model_made(self, model: torch.nn.Module) -> None:
-        if self._wanted and not self._found:  # the first, and not its draft
+        if self._wanted and not self._found:  # the model itself, not its draft
             self._model = model
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
@@ -120,14 +120,14 @@ class PredictorObserver(Observer):
             if self._obstacle:
                 raise GateError(self._obstacle)
             if self._model is None:
-                raise GateError("this loader of vLLM's makes models elsewhere")
+                raise GateError("this vLLM loader makes models elsewhere")
             self._found[position] = (routed_experts.layer_name, find_gate(routed_experts, self._model))
         except GateError as error:
             self._give_up(f"the gate of {routed_experts.layer_name} cannot be used: {error}")
 
     @property
     def checked_gates(self) -> Sequence[Gate]:
-        """By layer, once every one has chosen as vLLM; empty before."""
+        """Return the gates by layer, once every one has chosen as vLLM; empty before."""
         return () if self._unchecked else self.gates
 
     def model_loaded(self, num_layers: int) -> None:
@@ -138,8 +138,9 @@ class PredictorObserver(Observer):
             self._unchecked = set(self._found)
 
     def predictor(self, model: RoutedModel) -> Predictor | None:
-        """Return the predictor of the loaded model, None without one or its gates. ConfigError if a trained one is
-        unusable.
+        """Return the predictor of the loaded model, or None without one or its gates.
+
+        ConfigError if a trained predictor cannot be used.
         """
         if self._wanted:
             model = replace(model, gates=self.gates)
@@ -151,7 +152,7 @@ class PredictorObserver(Observer):
             raise ConfigError(f"vllm-dymoe: {error}") from error
 
     def listen(self, observation: Observation, turn_off: Callable[[], None]) -> None:
-        """Observe until every gate is checked; ``turn_off`` is called if the predictor cannot go on."""
+        """Observe until every gate is checked; ``turn_off`` is called if the predictor cannot be used."""
         self._observation, self._turn_off = observation, turn_off
         if self._unchecked:
             observation.join(self)
@@ -160,7 +161,7 @@ class PredictorObserver(Observer):
         layer = routing.layer
         if layer in self._unchecked:
             finite = routing.x.isfinite().all(1) & usable(routing.weights).all(1)
-            if not finite.any():  # it is asked again
+            if not finite.any():  # checked with a later step
                 return
             self._unchecked.remove(layer)
             x, ids = routing.x[finite], routing.ids[finite]
@@ -174,12 +175,12 @@ class PredictorObserver(Observer):
     def _give_up(self, reason: str) -> None:
         if self._needs_gates:
             logger.warning(
-                'vllm-dymoe: policy "%s" fetches nothing ahead, because %s; experts are fetched when their router '
-                "names them.", self._policy.name, reason,
+                'vllm-dymoe: policy "%s" prefetches nothing, because %s; experts are fetched when their router '
+                "chooses them.", self._policy.name, reason,
             )  # fmt: skip
             self._turn_off()
         elif not self._training:
-            logger.warning("vllm-dymoe: the trace will not have what the next layer's gate says, because %s.", reason)
+            logger.warning("vllm-dymoe: the trace will lack the next gate's predictions, because %s.", reason)
         if self._training:
             logger.warning("vllm-dymoe: no predictor is trained, because %s.", reason)
         self._wanted, self._model, self._unchecked, self.gates = False, None, set(), []

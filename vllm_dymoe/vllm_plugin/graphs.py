@@ -1,8 +1,8 @@
-"""Chooses the CUDA graphs around or over MoE layers, and the line at start that announces them.
+"""Chooses the CUDA graphs around or over MoE layers, and logs the choice.
 
 Host code in a captured graph would never run again. With device-side planning there is none, and a decode step is one
-graph. Steps that read prompts run without graphs, unless every expert is resident: outside of a graph experts arrive
-for one layer while another is computed.
+graph. Steps with prompts run without graphs, unless every expert is resident: outside of a graph, experts arrive for
+one layer while another is computed.
 
 With host-side planning no graph may contain a MoE layer. vLLM's piecewise graphs are always split at its operator,
 because workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
@@ -15,19 +15,24 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.vllm_plugin.announcements import logger
+from vllm_dymoe.vllm_plugin.model_files import meets
 
 OPERATOR = "vllm_dymoe::moe_forward_into"
-OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)  # graphs that have MoE layers in them
+# Modes of graphs that contain MoE layers.
+OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
 def settle_graphs(
     config: VllmConfig,
     *,
     plans_on_device: bool = False,  # steps need no host
-    recorded: bool = False,  # what routers choose is recorded, which graphs of small-batch steps keep alone
-    complete: bool = False,  # every expert is there in some version, and prompts are computed as other tokens are
+    recorded: bool = False,  # routing is recorded, which only graphs of small-batch steps do
+    complete: bool = False,  # every expert is resident in some version, and prompts are computed like other tokens
 ) -> None:
-    """Set the graphs of a finished configuration, with all that vLLM has derived from them, and log the choice."""
+    """Set the graphs of a finished configuration, and log the choice.
+
+    This includes all values that vLLM has derived from them.
+    """
     settings = config.compilation_config
     asked = settings.cudagraph_mode
     sizes = _decode_sizes(config, recorded=recorded) if plans_on_device else []
@@ -37,7 +42,7 @@ def settle_graphs(
         mode = asked
     settings.cudagraph_mode = mode
     if mode == CUDAGraphMode.NONE:
-        # As VllmConfig does where there are no graphs.
+        # As VllmConfig does without graphs.
         settings.max_cudagraph_capture_size = 0
         settings.cudagraph_capture_sizes = []
     elif pieces and mode != CUDAGraphMode.FULL_AND_PIECEWISE and OPERATOR not in settings.splitting_ops:
@@ -55,7 +60,7 @@ def leave_layers_out(config: VllmConfig, why: str) -> None:
     before = settings.cudagraph_mode
     if before in OVER_STEPS:
         settings.cudagraph_mode, _ = _choose(config, before, over_steps=False)
-        if before == CUDAGraphMode.FULL_AND_PIECEWISE:  # whose pieces have layers in them
+        if before == CUDAGraphMode.FULL_AND_PIECEWISE:  # its pieces contain MoE layers
             settings.cudagraph_mode = CUDAGraphMode.NONE
         logger.warning(
             "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode %s becomes %s), because %s.",
@@ -69,13 +74,13 @@ def is_captured(x: torch.Tensor) -> bool:
 
 def refused_capture(layer_name: str) -> ConfigError:
     return ConfigError(
-        f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the experts of its capture for "
+        f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the captured experts for "
         'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'
     )
 
 
 def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
-    """Return FULL_DECODE_ONLY, or PIECEWISE where every MoE layer can stand between graphs, else NONE and why."""
+    """Return FULL_DECODE_ONLY, or PIECEWISE if every MoE layer can stand between graphs, else NONE and why."""
     settings = config.compilation_config
     cut_by_inductor = settings.use_inductor_graph_partition
     if asked == CUDAGraphMode.NONE:
@@ -108,36 +113,38 @@ def _breakable() -> bool:
 def _decode_sizes(config: VllmConfig, *, recorded: bool) -> list[int]:
     """Return the sizes that vLLM captures whose MoE layers need no host.
 
-    A step of few rows has to find a graph of a small batch, or what its routers choose would remain unknown. With
-    speculative decoding a size is a number of whole requests, rounded up as vLLM's two runners do, and dropped if it
-    gets too large.
+    A step of few rows needs a graph of a small batch, or its routing would remain unknown. With speculative decoding a
+    size is a number of whole requests, rounded up as vLLM's two runners do, and dropped if it gets too large.
     """
-    speculative = config.speculative_config
+    parallel, speculative = config.parallel_config, config.speculative_config
+    most = SMALL_BATCH_ROWS // (parallel.data_parallel_size if meets(parallel) else 1)  # rows of all engines meet
     if speculative is not None and speculative.method == "ngram_gpu":
-        return []  # drafts are taken off on the device, where the number of rows that are left is not known
+        return []  # drafts are removed on the device, so the remaining number of rows is not known
     query = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
     given = config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = {rows for size in given if query <= (rows := -(-size // query) * query) <= max(given)}
-    few = {size for size in sizes if size <= SMALL_BATCH_ROWS}
-    return sorted(few if recorded or few in (set(), sizes) else sizes | {SMALL_BATCH_ROWS // query * query})
+    few = {size for size in sizes if size <= most}
+    return sorted(few if recorded or few in (set(), sizes) else sizes | {most // query * query})
 
 
 def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -> None:
     becomes = "" if asked == mode else f" (cudagraph_mode {asked.name} becomes {mode.name})"
     if mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-        logger.info("vllm-dymoe: vLLM's CUDA graphs stay as they are, MoE layers included: no expert has to come.")
+        logger.info(
+            "vllm-dymoe: vLLM's CUDA graphs are unchanged and include MoE layers, because every expert is resident."
+        )
     elif mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.info(
-            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, missing experts included, because the "
-            "device decides about them; other steps run without graphs%s.", largest, becomes,
+            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, misses included, because the "
+            "device plans them; other steps run without graphs%s.", largest, becomes,
         )  # fmt: skip
     elif mode == CUDAGraphMode.NONE:
         logger.warning(
-            "vllm-dymoe: no CUDA graphs%s, because the host chooses and fetches experts in every step, and %s; that "
+            "vllm-dymoe: no CUDA graphs%s, because the host plans and fetches experts in every step, and %s; this "
             "costs most in decode.", becomes, reason,
         )  # fmt: skip
     else:
         (logger.warning if becomes else logger.info)(
-            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host chooses and fetches experts there "
+            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host plans and fetches experts there "
             "in every step; there are two graphs for each layer.", becomes,
         )  # fmt: skip

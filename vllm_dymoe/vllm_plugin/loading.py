@@ -1,4 +1,4 @@
-"""The MoE layers of one rank while vLLM loads them, and then running."""
+"""The MoE layers of one rank, while vLLM loads them and when they run."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,7 +14,8 @@ from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.executor.device_planning import DRAFTED, plans_on_device, without_device
+from vllm_dymoe.executor.device_planning import plans_on_device, without_device
+from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.kernels import Decode
@@ -34,7 +35,7 @@ from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import leave_layers_out
-from vllm_dymoe.vllm_plugin.model_files import expert_ranks, host_needed, meets
+from vllm_dymoe.vllm_plugin.model_files import expert_ranks, meets
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, held_bytes
 from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -44,10 +45,10 @@ from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class Loading:
-    """The models with MoE layers that vLLM loads on one rank: one, and with it a draft that proposes its tokens.
+    """The models with MoE layers that vLLM loads on one rank: one, and possibly a draft that proposes its tokens.
 
-    The rank runs once the first is loaded. A draft's layers become further layers of the same server, with slots out
-    of the same budget; its experts lie in a store of their own.
+    The rank can run once the first model is loaded. A draft's layers become further layers of the same server, with
+    slots from the same budget; its experts have a store of their own.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class Loading:
         draft_reader: Callable[[], Reader] = lambda: PLAIN_READER,
     ) -> None:
         self.options, self.reader, self._draft_reader = options, reader, draft_reader
-        self.rank_server: RankServer | None = None  # until the last layer of the first model is loaded
+        self.rank_server: RankServer | None = None  # None until the last layer of the first model is loaded
         self.config = vllm_config
         moving = "experts move from rank to rank (--enable-eplb)" if vllm_config.parallel_config.enable_eplb else ""
         self._predictor_observer = PredictorObserver(options, moving)
         self.model_made = self._predictor_observer.model_made
-        self.around = 0, 0  # MoE layers of a pipeline's stages before this one and behind it
-        # Before any rank of this machine fills its share.
+        self.around = 0, 0  # MoE layers of pipeline stages before this one and after it
+        # Measured before any rank of this machine fills its share.
         self._host_memory = available_host_memory()
         self._model = ModelStore(vllm_config, options, checkpoint, reader, self._host_memory)
         self._draft: ModelStore | None = None
         self._begin = time.perf_counter()
 
     def add_layer(self, spec: LayerSpec) -> int:
-        """Enter one MoE layer and return its position; ConfigError if it does not fit the layers before it."""
+        """Add one MoE layer and return its position; ConfigError if it does not fit the layers before it."""
         if self.rank_server is None:
             self._model.add(spec)
             return len(self._model.layers) - 1
@@ -94,14 +95,14 @@ class Loading:
         wanted = fmt.hidden, fmt.dtype, fmt.bias, fmt.has_gate, model.num_experts, model.top_k
         if shape != wanted or spec.intermediate > fmt.intermediate:
             raise ConfigError(
-                f"vllm-dymoe: the experts of {spec.name}, a draft's, have another shape than the model's, which is not "
-                "supported yet; leave --speculative-config out."
+                f"vllm-dymoe: the experts of the draft layer {spec.name} differ in shape from the model's, which is "
+                "not supported yet; leave --speculative-config out."
             )
         return len(self._model.layers) + len(self._draft.layers) - 1
 
     @property
     def layers(self) -> int:
-        """MoE layers of the model on this rank, so far."""
+        """Number of the model's MoE layers on this rank, so far."""
         return len(self._model.layers)
 
     @property
@@ -110,12 +111,12 @@ class Loading:
         return self._model.experts
 
     def place(self, position: int) -> tuple[ModelStore, int]:
-        """The store of a layer's experts, and the layer's position in it."""
+        """Return the store of a layer's experts, and the layer's position in it."""
         count = len(self._model.layers)
         return (self._model, position) if position < count or self._draft is None else (self._draft, position - count)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
-        """Note that vLLM has loaded one more layer; with the last one of the model the rank runs.
+        """Record that vLLM has loaded one more layer; with the model's last one the rank runs.
 
         StoreError if the checkpoint lacks an expert or the store cannot be written, ConfigError for the budget.
         """
@@ -132,15 +133,15 @@ class Loading:
 
     @property
     def not_readable_again(self) -> str:
-        """Why dense weights cannot be read again from the checkpoint; empty if they can be."""
+        """Return why dense weights cannot be read again from the checkpoint; empty if they can be."""
         if self.reader.held or self.reader.mixed or self.options.dense != 16:
-            return "its dense layers are quantized, and were not tried with that; start again"
-        return "" if self._model.unchanged() else "the files of its checkpoint have changed; start again"
+            return "reloading quantized dense layers is untested; restart the server"
+        return "" if self._model.unchanged() else "the files of its checkpoint have changed; restart the server"
 
     def close(self) -> None:
-        """The engine shuts down, and serves no more; another one may start in this process."""
+        """Shut down with the engine; another engine may start in this process."""
         rank_server, models = self.rank_server, (self._model, self._draft)
-        vars(self).clear()  # vLLM may keep a layer, which names this object, and would keep stores and gates
+        vars(self).clear()  # vLLM may keep a layer, which refers to this object, and would keep stores and gates
         if rank_server is not None:
             rank_server.close()
         for model in models:
@@ -148,7 +149,7 @@ class Loading:
                 model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
-        options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
+        options, config, spec, store = self._served_options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
         self._predictor_observer.model_loaded(len(self._model.layers))
@@ -164,8 +165,6 @@ class Loading:
                 return training.predictor()
             return self._predictor_observer.predictor(self._routed_model())
 
-        if options.trace is not None and config.parallel_config.enable_expert_parallel:
-            options = without_device(options)
         observation, step = Observation(self._recordable()), RunningStep()
         late = options.computes_misses or not _computes_in_place(options, device)
         failures = make_step_failures(
@@ -173,11 +172,7 @@ class Loading:
             on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
         )  # fmt: skip
         server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
-        if server.small_batches is not None:
-            for activation in dict.fromkeys(layer.activation for layer in self._model.layers):
-                server.small_batches.warm_up(activation)
-        else:
-            leave_layers_out(config, server.host_plans_because or "the host plans about experts")
+        self._warm_up(server)
         self._announce(server, self._model)
 
         observation.start_trace(observe_trace(options, header, lambda: self._predictor_observer.gates))
@@ -186,27 +181,45 @@ class Loading:
         self.rank_server = RankServer(server, step, failures, self._predictor_observer, observation, drafted, training)
 
     def _extend(self, rank_server: RankServer, draft: ModelStore) -> None:
-        """Add a draft's layers behind the model's; the slots are shared out again among all of them."""
+        """Add a draft's layers after the model's; slots are divided among all of them."""
         before = rank_server.server
         assert draft.store is not None
         before.close(keep_store=True)  # two arenas at a time would exceed the budget
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
-        server = self._server(store, self.options, before.device, predictor, DRAFTED, rank_server.failures.record_late)
-        leave_layers_out(self.config, DRAFTED)
+        late = rank_server.failures.record_late
+        server = self._server(store, self._served_options, before.device, predictor, self._obstacle, late)
+        self._warm_up(server)
         rank_server.extend(server)
         self._announce(server, draft)
 
     @property
+    def _served_options(self) -> Options:
+        """The options, with host-side planning where a rank's trace needs it."""
+        shared = self.options.trace is not None and self.config.parallel_config.enable_expert_parallel
+        return without_device(self.options) if shared else self.options
+
+    def _warm_up(self, server: ExpertServer) -> None:
+        """Compile what steps of a server need before the first request, and say what graphs can hold."""
+        if server.small_batches is None:
+            leave_layers_out(self.config, server.host_plans_because or "the host plans about experts")
+            return
+        for activation in dict.fromkeys(layer.activation for layer in self._layers):
+            server.small_batches.warm_up(activation)
+
+    @property
+    def _layers(self) -> list[LayerSpec]:
+        """The MoE layers of the model and its draft, so far."""
+        return [*self._model.layers, *([] if self._draft is None else self._draft.layers)]
+
+    @property
     def _obstacle(self) -> str:
-        """Why the host has to plan in decode; empty if the model gives no reason."""
-        if reason := host_needed(self.config):
-            return reason
-        on_input = any(layer.weights_on_input for layer in self._model.layers)
-        return "the router's weights multiply what experts read" if on_input else ""
+        """Return why the model needs host-side planning in decode; empty if it does not."""
+        on_input = any(layer.weights_on_input for layer in self._layers)
+        return "the router's weights multiply the experts' inputs" if on_input else ""
 
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
-        """Say in one line what is active, where numbers come from and why the host store is where it is; and warn."""
+        """Log in one line what is active, where numbers come from and why the host store is where it is; and warn."""
         source, place = "", store.place.reason if store.place is not None else ""
         if (self.reader.held or self.reader.mixed) and not store.dummy:
             bits, kept = self.options.stored_bits, self.reader.keeps(self.options.stored_bits)
@@ -239,7 +252,7 @@ class Loading:
         if device.type == "cpu" and options.link_gbps is None:
             budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
         if options.misses == "auto" and _computes_in_place(options, device) and store.mapped:
-            options = options.model_copy(update={"misses": "compute"})  # a slot is the same memory
+            options = options.model_copy(update={"misses": "compute"})  # on a CPU a slot is the same memory
         given: dict[str, Any] = {
             "predictor": predictor,
             "obstacle": obstacle,
@@ -269,16 +282,16 @@ class Loading:
         self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
     ) -> KernelChoice:
         """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
-        rates = self._model.rates
+        rates, missing = self._model.rates, unreadable(store)
         slowest = max(Decode)
         while True:
-            decides = plans_on_device(options, policy, device.type, readable=store.readable, obstacle=obstacle)[0]
+            decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]
             found = [
                 tested(
                     store.experts.of_kind(kind),
                     options,
                     device,
-                    list(dict.fromkeys(layer.activation for layer in self._model.layers)),
+                    list(dict.fromkeys(layer.activation for layer in self._layers)),
                     device_plans=decides,
                     kept=None if rates is None else rates.with_name(RESULTS),
                     say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
@@ -294,12 +307,15 @@ class Loading:
 
     @property
     def _look_ahead(self) -> int:
-        """Layers ahead that a predictor is asked about."""
+        """Return how many layers ahead a predictor is evaluated."""
         prefetch = make_policy(self.options).prefetch
         return max(1 if prefetch is None else prefetch.layers, self._routed_model().horizon)
 
     def _make_training(self, header: Callable[[], ModelIdentity], device: torch.device) -> ServedTraining | None:
-        """The training of a predictor on this rank, if that is wanted; ConfigError for a file that cannot go on."""
+        """Return the training of a predictor on this rank, if requested.
+
+        Raises ConfigError for a file that cannot be continued.
+        """
         if (wanted := self.options.train_predictor) is None:
             return None
         network = None
@@ -311,7 +327,7 @@ class Loading:
                 raise ConfigError(f"vllm-dymoe: {error}") from error
         if network is not None and (network.gates is None or network.matrices or network.history > 1):
             raise ConfigError(
-                f"vllm-dymoe: train_predictor is {wanted.file}, which has a predictor of another architecture than "
+                f"vllm-dymoe: train_predictor is {wanted.file}, which holds a predictor of another architecture than "
                 "linear+input; name another file."
             )
         identity, dtype = header(), self._model.layers[0].dtype
@@ -344,7 +360,7 @@ class Loading:
         )
 
     def _recordable(self) -> dict[str, Any] | None:
-        """What a calibration of this rank's inputs holds; None on ranks that see what another one records."""
+        """Return the description of a calibration of this rank's inputs; None on ranks that see the same as another."""
         spec = self._model.layers[0]
         if spec.rank or spec.expert_rank or self.config.parallel_config.enable_eplb:
             return None
@@ -358,7 +374,7 @@ class Loading:
 
 
 def layers_around(own: int) -> tuple[int, int]:
-    """MoE layers in the stages of a pipeline before this one and behind it; every stage says how many are its own."""
+    """Return the MoE layers in pipeline stages before this one and after it; stages exchange their numbers."""
     stages = get_pp_group()
     here, counts = stages.rank_in_group, torch.zeros(stages.world_size, dtype=torch.int64, device="cpu")
     counts[here] = own
@@ -372,7 +388,12 @@ def _computes_in_place(options: Options, device: torch.device) -> bool:
 
 
 def _agreement(config: VllmConfig) -> Agree:
-    """Ranks that have parts of the same experts change versions in the same step, or a sum would mix precisions."""
+    """Return the exchange between ranks with parts of the same experts.
+
+    With it they change versions in the same step.
+
+    Otherwise a sum would mix precisions.
+    """
     parallel = config.parallel_config
     return list if parallel.tensor_parallel_size == 1 or parallel.enable_expert_parallel else _least
 

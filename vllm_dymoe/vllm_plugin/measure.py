@@ -26,9 +26,9 @@ from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.server.expert_server import ExpertServer
 from vllm_dymoe.server.stats import total
 
-Request = tuple[list[int], int]  # token numbers of a prompt, and tokens of its answer
+Request = tuple[list[int], int]  # token ids of a prompt, and the number of tokens of its answer
 _Value = TypeVar("_Value")
-_ROUNDS = 8  # of warming up at most: a policy that tunes itself is measured when it has settled
+_ROUNDS = 8  # most rounds of warm-up: a policy that tunes itself is measured when it has settled
 
 
 def run(job: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ def run(job: Mapping[str, Any]) -> None:
 
 
 def run_one_of(rank: int, job: Mapping[str, Any], engines: int, port: int) -> None:
-    """Run one engine of several, which vLLM's environment tells of each other."""
+    """Run one engine of several, which find each other through vLLM's environment variables."""
     os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(engines)}
     os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     run(job)
@@ -62,7 +62,7 @@ def start(job: Mapping[str, Any]) -> LLM:
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
-        settings["enforce_eager"] = True  # compiling takes a minute and gains little there
+        settings["enforce_eager"] = True  # compiling takes a minute and gains little on a CPU
     if options is not None:
         options = {**options, "expert_budget": job["cases"][0]["budget"]}
         settings |= {"quantization": "dymoe", "additional_config": {"dymoe": options}}
@@ -71,7 +71,7 @@ def start(job: Mapping[str, Any]) -> LLM:
 
 
 def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
-    """Return prompts as token ids with the lengths of their answers. SystemExit if too few fit into the model."""
+    """Return prompts as token ids with the lengths of their answers; SystemExit if too few fit into the model."""
     config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
@@ -86,7 +86,7 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
             return found
     if len(found) <= workload["warm_up"]:
         raise SystemExit(
-            f"{len(found)} of {len(job['prompts'])} prompts fit into {config.max_model_len} tokens with their answers, "
+            f"{len(found)} of {len(job['prompts'])} prompts fit with their answers into {config.max_model_len} tokens, "
             f"but {wanted} are needed."
         )
     return found
@@ -121,7 +121,7 @@ def measure(
 
 
 def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
-    """Return a value of each engine of data parallelism, in their order; all of them have to ask."""
+    """Return a value of each data-parallel engine, in their order; all of them must call this."""
     group = getattr(llm.llm_engine, "dp_group", None)
     if group is None:
         return [value]
@@ -173,8 +173,9 @@ def _fill_worker(worker: Any) -> None:
 
 
 def fill(server: ExpertServer) -> None:
-    """Bring every expert to the device, so that full load is not measured with fetches of experts that prompts left
-    out.
+    """Fetch every expert to the device, to measure full residency.
+
+    Otherwise experts that no prompt used would be fetched during the measurement.
     """
     if Precision.HIGH not in server.policy.precision.precisions or not server.policy.residency.keeps:
         return

@@ -1,7 +1,7 @@
 """The server's counters on vLLM's own ``/metrics``, and as one line in its log.
 
 At vLLM's statistics interval the front end asks the workers through ``collective_rpc``, which adds no work to a step.
-``PROMETHEUS_MULTIPROC_DIR`` would change how all of vLLM's metrics are kept.
+``PROMETHEUS_MULTIPROC_DIR`` would change how all of vLLM's metrics are stored.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def difference(after: Answer, before: Answer) -> Answer:
 
 
 class Statistics:
-    """What one engine's ranks did, published at each interval."""
+    """Statistics of one engine's ranks, published at each interval."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
@@ -97,8 +97,9 @@ class Statistics:
 
 
 def statistics_of(engine: Any) -> Statistics | None:
-    """Return the statistics of an AsyncLLM or LLMEngine; None for other models, or if they are off or another
-    process's.
+    """Return the statistics of an AsyncLLM or LLMEngine.
+
+    None for other models, or if statistics are off or in another process.
     """
     config = engine.vllm_config.model_config
     if engine.logger_manager is None or config.quantization != "dymoe":
@@ -128,15 +129,16 @@ async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
 
 
 def _patience() -> float:
-    """Return the seconds that vLLM waits for a step, and we for counts: a dead node never answers, and requests wait
-    too.
+    """Return the timeout for counts in seconds, which is vLLM's for steps.
+
+    A dead node never answers, and requests wait, too.
     """
     return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager
 def _serving_goes_on() -> Iterator[None]:
-    """Log an error inside this context instead of raising it: vLLM's statistics, and steps in ``LLM()``, go on."""
+    """Log an error inside this context instead of raising it: vLLM's statistics, and steps in ``LLM()``, continue."""
     try:
         yield
     except Exception as error:

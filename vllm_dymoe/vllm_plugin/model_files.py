@@ -1,4 +1,4 @@
-"""Where the files of a model's checkpoint lie, and whether they are what they say."""
+"""Locates and checks the files of a model's checkpoint."""
 
 import contextlib
 from pathlib import Path
@@ -13,7 +13,6 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import convert_model_repo_to_path
 
 from vllm_dymoe.cache.store import MANIFEST, Manifest, StoreError
-from vllm_dymoe.executor.device_planning import DRAFTED, MET
 from vllm_dymoe.quantize.checkpoint import check_representatives, group_experts
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE
 from vllm_dymoe.quantize.readers import Reader
@@ -23,12 +22,14 @@ from vllm_dymoe.quantize.tensors import CheckpointError, check_files, check_own_
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
-    """The model's path, or its snapshot in the cache of the hub that vLLM takes models from; of an object store's model
-    vLLM's mirror of its small files."""
+    """Return the folder of a model: its path, or its snapshot in the cache of the hub that vLLM uses.
+
+    For a model in an object store this is vLLM's mirror of its small files.
+    """
     model = vllm_config.model_config
     if Path(model.model).is_dir():
         return Path(model.model).resolve()
-    # vLLM's loader has downloaded the weights; it does not know our shards and manifest.
+    # vLLM's loader has downloaded the weights, but does not know our shards and manifest.
     patterns = ["*.json", "dymoe-experts-*.safetensors"]
     if found := maybe_download_from_modelscope(model.model, model.revision, allow_patterns=patterns):
         return Path(found).resolve()
@@ -36,8 +37,11 @@ def local_folder(vllm_config: VllmConfig) -> Path:
 
 
 def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
-    """Dtypes of a checkpoint's tensors, as safetensors names them, by name; none where they cannot be had before vLLM
-    loads it, as of an object store, or where files are damaged, which ``check_checkpoint`` says."""
+    """Return the dtypes of a checkpoint's tensors, in safetensors' words, by name.
+
+    Empty if they are not available before vLLM loads the model, as from an object store, or if files are damaged, which
+    ``check_checkpoint`` reports.
+    """
     if (folder := Path(model)).is_dir():
         with contextlib.suppress(CheckpointError):
             return {place.name: place.dtype for place in check_files(folder)}
@@ -45,13 +49,15 @@ def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
     try:
         told = get_safetensors_params_metadata(model, revision=revision)
         return {name: about["dtype"] for name, about in told.items()}
-    except (OSError, ValueError, HFValidationError):  # it is not of the hub, or that cannot be reached
+    except (OSError, ValueError, HFValidationError):  # it is not on the hub, or the hub cannot be reached
         return {}
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Refuse (CheckpointError) files that are cut off, not what config.json says, or links that lead elsewhere, if all
-    of them are here."""
+    """Raise CheckpointError for truncated files, mismatches with config.json, or foreign links.
+
+    Checks nothing unless all files are local.
+    """
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
         return
@@ -61,7 +67,7 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
         else:
             try:
                 folder = _snapshot(vllm_config, local_files_only=True)
-            except (LocalEntryNotFoundError, HFValidationError):  # not here, or not from there
+            except (LocalEntryNotFoundError, HFValidationError):  # not local, or not from the hub
                 return
         if not folder.is_dir() or not all(path.is_file() for path in weight_files(folder)):
             return
@@ -71,7 +77,7 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
         layers := getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0)
     ):
         named = ((read_name(name), place) for name, place in places.items())
-        # Layers of drafts, which may lie behind the model's last, may be quantized otherwise.
+        # Layers of drafts, which may follow the model's last, may be quantized in another way.
         known = [(name, place) for name, place in named if name and name.projections and name.of_model]
         experts = group_experts(folder, reader, ((name, place) for name, place in known if name.layer < layers))
         text = vllm_config.model_config.hf_text_config
@@ -85,19 +91,19 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
 
 
 def has_drafts(folder: Path, layers: int) -> bool:
-    """Whether a local checkpoint of a model with so many layers has experts that propose its tokens."""
+    """Return whether a local checkpoint of a model with ``layers`` layers has draft layers with experts."""
     return bool(modules_of({place.name: place.dtype for place in check_files(folder)}, layers)[1])
 
 
 def check_ranks(folder: Path, ranks: int) -> None:
-    """Refuse a local store that is cut for another number of tensor-parallel ranks; StoreError."""
+    """Raise StoreError for a local store that is cut for another number of tensor-parallel ranks."""
     if not (folder / MANIFEST).is_file():
         return
     _, packed_for = Manifest.read(folder).tensor_parallel
     if ranks != packed_for:
         raise StoreError(
             f"the experts in {folder} are packed for --tensor-parallel-size {packed_for}, not {ranks}; "
-            "serve them with that, or serve the 16-bit checkpoint that they were made from."
+            "serve it with that size, or serve the 16-bit checkpoint that it was made from."
         )
 
 
@@ -107,37 +113,30 @@ def drafted_by_experts(config: VllmConfig) -> bool:
     return draft is not None and draft is not config.model_config and bool(draft.get_num_experts())
 
 
-def host_needed(config: VllmConfig) -> str:
-    """Why the host has to plan about experts in every step, as far as vLLM's configuration says; empty otherwise."""
-    if drafted_by_experts(config):
-        return DRAFTED
-    return MET if meets(config.parallel_config) else ""
-
-
 def meets(parallel: ParallelConfig) -> bool:
-    """Whether tokens of several engines meet at each other's experts; otherwise an engine has all of them."""
+    """Return whether engines exchange tokens before the experts; otherwise each engine has all experts."""
     return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
 
 
 def expert_ranks(parallel: ParallelConfig) -> int:
-    """Ranks that share out the experts of a layer."""
+    """Return the number of ranks that share the experts of a layer."""
     return int(parallel.tensor_parallel_size * parallel.data_parallel_size) if parallel.enable_expert_parallel else 1
 
 
 def replicated(parallel: ParallelConfig) -> bool:
-    """Whether several ranks store the same experts; vLLM does not always say how many of them this machine has."""
+    """Return whether several ranks store the same experts; vLLM does not always say how many are on this machine."""
     return bool(parallel.enable_eplb or (parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel))
 
 
 def replicas_of_machine(parallel: ParallelConfig) -> int:
-    """Ranks of this machine that store the same experts, as far as is known."""
+    """Return the number of ranks on this machine that store the same experts, as far as known."""
     if parallel.enable_eplb:
         return ranks_of_machine(parallel)
     return max(1, int(parallel.data_parallel_size_local)) if replicated(parallel) else 1
 
 
 def ranks_of_machine(parallel: ParallelConfig) -> int:
-    """Ranks that share this machine's memory, those of all its engines."""
+    """Return the number of ranks that share this machine's memory, in all its engines."""
     return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
 
 

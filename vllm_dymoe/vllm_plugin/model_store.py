@@ -54,14 +54,14 @@ from vllm_dymoe.vllm_plugin.model_files import local_folder, ranks_of_machine, r
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 _READ_FILES = frozenset(("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"))
-"""Load formats whose weights are those of the model's files; those of others are compared as they come."""
-_SAMPLED = 256  # numbers of a tensor
-LOADED = "weights.sha256"  # beside a store, what was loaded when it was made
+"""Load formats that read the model's files; weights of other formats are compared as they come."""
+_SAMPLED = 256  # numbers of a tensor that are compared
+LOADED = "weights.sha256"  # next to a store: digest of the weights from which it was made
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What vLLM says of one MoE layer on this rank."""
+    """vLLM's description of one MoE layer on this rank."""
 
     name: str  # prefix in the model, ``model.layers.3.mlp.experts``
     num_experts: int  # on this rank
@@ -69,13 +69,13 @@ class LayerSpec:
     hidden: int
     intermediate: int  # width of an expert on this rank
     dtype: torch.dtype
-    bias: bool  # of every projection
+    bias: bool  # whether every projection has a bias
     rank: int  # of tensor parallelism
     ranks: int
     expert_rank: int  # of expert parallelism
     expert_ranks: int
     activation: Activation = Activation.SILU
-    weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
+    weights_on_input: bool = False  # the router's weights multiply the experts' inputs instead of their outputs
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -87,8 +87,8 @@ class LayerSpec:
 class ModelStore:
     """Collects the MoE layers of one model, and fills or opens the store of their experts.
 
-    Layers whose experts are narrower than the widest, or fewer, are stored as wide and as many as those: zeros fill
-    them up, which changes no result, and every slot fits every expert.
+    Layers with fewer or narrower experts than the largest layer are stored at its size: zeros fill them up, which
+    changes no result, and every slot fits every expert.
     """
 
     def __init__(
@@ -97,26 +97,26 @@ class ModelStore:
         options: Options,
         checkpoint: Mapping[str, Any] | None,  # its quantization_config, if it is ours
         reader: Reader,
-        host_memory: int,  # bytes that all ranks of this machine can get
-        taken: int = 0,  # of them by another model's experts on this rank
-        formats: Mapping[int, ExpertFormat] | None = None,  # of that model, whose slots a draft's experts share
+        host_memory: int,  # bytes available to all ranks of this machine
+        taken: int = 0,  # bytes taken by another model's experts on this rank
+        formats: Mapping[int, ExpertFormat] | None = None,  # formats of that model, whose slots a draft's experts share
         requantize: bool = False,  # the experts are quantized otherwise than these formats, and rounded to them
         keeps: bool = False,  # or they have formats of their own
     ) -> None:
         self.layers: list[LayerSpec] = []
-        self.place: HostPlace | None = None  # before the first weight came
-        self.rates: Path | None = None  # where they are kept, likewise
-        self.store: HostStore | None = None  # before the last layer is loaded
+        self.place: HostPlace | None = None  # None before the first weight
+        self.rates: Path | None = None  # file that stores them; None before the first weight
+        self.store: HostStore | None = None  # None before the last layer is loaded
         self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
         self._keeps = keeps or (formats is None and reader.mixed and reader.keeps(options.stored_bits))
         self._requantize = requantize or (reader.mixed and not self._keeps)
         self._checkpoint = checkpoint
         self._host_memory, self._taken = host_memory, taken
-        self._packed_for = ""  # fingerprint of the model that the checkpoint's own store was made from
+        self._packed_for = ""  # fingerprint of the model for which the checkpoint's own store was made
         self._loaded = 0
         self._elsewhere = False  # weights come from elsewhere than the model's files
-        self._samples: dict[tuple[int, int, int, bool], bytes] = {}  # of those
-        self._turn: Turn | None = None  # among ranks that have the same experts
+        self._samples: dict[tuple[int, int, int, bool], bytes] = {}  # samples of those weights
+        self._turn: Turn | None = None  # lock among ranks that have the same experts
         self._packer: ExpertPacker | None = None
         self._writer: StoreWriter | None = None
         self._progress: tqdm[Any] | None = None
@@ -126,12 +126,12 @@ class ModelStore:
         return bool(self._vllm_config.load_config.load_format == "dummy")
 
     def add(self, spec: LayerSpec) -> None:
-        """Enter one layer; ConfigError if its experts are of another kind than those before it."""
+        """Add one layer; ConfigError if its experts differ in kind from those before it."""
         first = self.layers[0] if self.layers else spec
         if spec.kind != first.kind:
             raise ConfigError(
-                f"vllm-dymoe: the experts of {spec.name} are of another kind than those of {first.name} "
-                "(hidden size, dtype, biases or gates differ), which is not supported yet; serve this model without "
+                f"vllm-dymoe: the experts of {spec.name} differ from those of {first.name} "
+                "in hidden size, dtype, biases or gates, which is not supported yet; serve this model without "
                 "--quantization dymoe."
             )
         if (self.reader.held or (self.reader.mixed and self._keeps)) and spec.intermediate != first.intermediate:
@@ -150,9 +150,9 @@ class ModelStore:
         weight: Given,
         *,
         bias: bool = False,
-        parts: Mapping[str, Tensor] | None = None,  # what a weight that is called for is made of
+        parts: Mapping[str, Tensor] | None = None,  # the tensors from which a deferred weight is made
     ) -> None:
-        """Take the weight or bias of one projection; where a complete store exists there is nothing to pack."""
+        """Pack the weight or bias of one projection, unless a complete store exists."""
         with self.filling() as packer:
             if self._elsewhere:
                 raw = parts or ({"": weight} if isinstance(weight, Tensor) else {})
@@ -176,7 +176,7 @@ class ModelStore:
 
     @property
     def _width(self) -> int:
-        """Of the packed experts, the widest one's."""
+        """Width of the packed experts, that of the widest one."""
         if self._formats is not None:
             return next(iter(self._formats.values())).intermediate
         return max(layer.intermediate for layer in self.layers)
@@ -219,8 +219,10 @@ class ModelStore:
         return complete
 
     def _check_loaded(self, *, packed: bool) -> None:
-        """Note what was loaded beside the store that was made of it; StoreError if an earlier start's was made of
-        something else."""
+        """Store a digest of the loaded weights next to the store made from them.
+
+        StoreError if an earlier start made the store from other weights.
+        """
         digest = hashlib.sha256()
         for place, sample in sorted(self._samples.items()):
             digest.update(f"{place} {len(sample)} ".encode() + sample)
@@ -234,13 +236,13 @@ class ModelStore:
             same = False
         if not same:
             raise StoreError(
-                f"the weights that were loaded are not those that the packed experts in {self._folder} were made of; "
+                f"the packed experts in {self._folder} were made from other weights than those loaded now; "
                 f"remove them with `vllm-dymoe cache clean {self._folder.parent.name}` and start again."
             )
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[ExpertPacker | None]:
-        """What has to be filled, if anything: opened before the first weight, and removed after an error."""
+        """Yield the packer to fill, or None: opened before the first weight, and removed after an error."""
         try:
             if self.place is None:
                 self._open()
@@ -258,26 +260,29 @@ class ModelStore:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Sixteen hex digits of the model's weights, whatever was made of its experts."""
+        """Return sixteen hex digits that identify the model's weights, however its experts are quantized."""
         if self.dummy or self._packed_for:
             return self._packed_for or self._manifest.model
         return self._content or self._manifest.model
 
     @cached_property
     def _content(self) -> str:
-        """Of the model's files; empty if its weights come from elsewhere. CheckpointError if they cannot be read."""
+        """Return the digest of the model's files; empty if its weights come from elsewhere.
+
+        Raises CheckpointError if they cannot be read.
+        """
         if self._vllm_config.load_config.load_format not in _READ_FILES:
             return ""
         return content_fingerprint(local_folder(self._vllm_config))
 
     def close(self, *, served: bool) -> None:
-        """Forget everything. Of a model that was not ``served`` no server closes the store: close it."""
+        """Forget everything, and close the store unless it was ``served``: then its server closes it."""
         if self.store is not None and not served:
             self.store.close()
-        vars(self).clear()  # a layer's loader names this object
+        vars(self).clear()  # a layer's loader refers to this object
 
     def unchanged(self) -> bool:
-        """Whether the checkpoint's files are those that were read at start."""
+        """Return whether the checkpoint's files are those that were read at start."""
         return self.dummy or self._read == _times(local_folder(self._vllm_config))
 
     @cached_property
@@ -289,7 +294,7 @@ class ModelStore:
         config = self._vllm_config.model_config
         if self.dummy:  # of the checkpoint, only the shapes count
             model = fingerprint(f"{described} random with seed {config.seed}")
-        else:  # weights that are no files are compared when they have come
+        else:  # weights that are not in files are compared when they have come
             model = fingerprint(f"{described} {self._content or f'loaded as {config.model} {config.revision}'}")
         return Manifest(experts, "dummy" if self.dummy else quantizer, model, (spec.rank, spec.ranks))
 
@@ -297,7 +302,7 @@ class ModelStore:
     def _folder(self) -> Path:
         root, model, spec = store_root(self._options.store_dir), self._manifest.model, self.layers[0]
         name = f"{Path(self._vllm_config.model_config.model).name}-{model}"
-        # The same weights under another name, as of a copy, have the same store.
+        # Equal weights under another name, such as a copy, have the same store.
         found = sorted(folder.name for folder in root.glob(f"*-{model}")) if root.is_dir() else []
         return root / (name if name in found or not found else found[0]) / f"rank-{spec.rank}-{spec.expert_rank}"
 
@@ -329,8 +334,8 @@ class ModelStore:
             logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
             if not existing.manifest.binds:
                 logger.warning(
-                    "vllm-dymoe: nothing in this store, of version %d, says which shards are its own; `vllm-dymoe "
-                    "inspect --verify %s` checks them once, and writes it down", existing.manifest.version,
+                    "vllm-dymoe: this store, of version %d, has no digests of its shards; `vllm-dymoe "
+                    "inspect --verify %s` checks the shards once and adds digests", existing.manifest.version,
                     existing.folder,
                 )  # fmt: skip
             self.store = self._placed(existing)
@@ -344,7 +349,7 @@ class ModelStore:
         if self.dummy:
             self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
         else:
-            # A draft's experts come without a calibration.
+            # There is no calibration for a draft's experts.
             quantizer = QUANTIZERS.get(self._options.quantizer, QUANTIZERS[FALLBACK])
             journal = Journal(writer.partial, purpose) if self._content else None
             if journal is not None and journal.layers:
@@ -376,9 +381,11 @@ class ModelStore:
         return store
 
     def _reading(self, files: FileStore) -> Reading:
-        """How to read the files: past the page cache where that is faster, or where the page cache may hold nothing.
+        """Return how to read the files.
 
-        A CPU whose page cache can hold all experts computes with them there, and no disk's rate matters.
+        Reads bypass the page cache if that is faster, or if the page cache may hold nothing.
+
+        A CPU whose page cache can hold all experts computes from it, so no disk's rate matters.
         """
         assert self.place is not None
         options, experts, room = self._options, files.experts, self._room
@@ -400,7 +407,7 @@ class ModelStore:
 
 
 def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
-    """The weights; StoreError for scales that the model's dtype would round."""
+    """Return the weights in a dtype; StoreError if it would round their scales."""
     if not isinstance(weight, Held):
         return weight
     try:
@@ -411,15 +418,14 @@ def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
 
 
 def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
-    """A weight or bias with zeros where a layer's experts are narrower than the widest: columns of down, rows of the
-    others."""
+    """Return a weight or bias padded with zeros to the widest expert: columns of down, rows of the others."""
     if not missing or (projection is Projection.DOWN and part.dim() == 1):
         return part
     return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
 
 def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
-    """Store zeros for the experts that a layer lacks, from the first on; no router names them."""
+    """Store zeros for the experts that a layer lacks, from ``first`` on; no router chooses them."""
     experts = packer.experts
     fmt = next(iter(experts.formats.values()))
     for expert in range(first, experts.num_experts):
@@ -431,7 +437,7 @@ def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:
-    """Indices of layers, which name their files; those of a second stack (images) count on from the highest."""
+    """Return indices of layers, which name their files; a second stack (images) continues after the highest."""
     stacks: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         stacks.setdefault(re.sub(r"\d+", "", name), []).append(place)
@@ -446,12 +452,12 @@ def layer_numbers(names: list[str]) -> tuple[int, ...]:
 
 
 def fingerprint(described: str) -> str:
-    """Sixteen hex digits of what decides the content of a store."""
+    """Return sixteen hex digits that identify the content of a store."""
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def _times(folder: Path) -> str:
-    """What the system says of a checkpoint's files, which changes when one is written to, or is another one."""
+    """Return the metadata of a checkpoint's files, which changes with every write to one."""
     said = []
     for path in sorted(folder.iterdir()):
         if path.suffix in _WEIGHT_SUFFIXES or path.name == "config.json":
@@ -464,7 +470,7 @@ def _times(folder: Path) -> str:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """What tells weights apart that come from a loader: shape, dtype and the middle of a tensor, 512 bytes at most."""
+    """Return a sample that identifies a loader's weights: shape, dtype and the middle of a tensor, up to 512 bytes."""
     while tensor.dim() > 1 and len(tensor):
         tensor = tensor[len(tensor) // 2]
     begin = max(0, tensor.numel() - _SAMPLED) // 2
@@ -473,14 +479,17 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
-    """The store of an earlier start, if it is the one that would be written now; None if there is none, or if it is
-    proven to be damaged. StoreError if it cannot be opened now, which is no reason to write it again."""
+    """Return the store of an earlier start if it is the one that would be written now.
+
+    None if there is none, or if it is proven to be damaged. StoreError if it cannot be opened now, which is no reason
+    to write it again.
+    """
     if not os.path.lexists(folder / MANIFEST):
         return None
     try:
         store = FileStore(folder)
     except DamagedStoreError as error:
-        logger.warning("vllm-dymoe: %s It is written again now.", error)
+        logger.warning("vllm-dymoe: %s It is being written again.", error)
         return None
     if store.manifest != manifest:
         logger.warning("vllm-dymoe: the store in %s is another model's; it is replaced", folder)
@@ -490,7 +499,7 @@ def cached_store(folder: Path, manifest: Manifest) -> FileStore | None:
 
 
 def held_bytes(store: HostStore | None) -> int:
-    """Of host memory, by the experts of a model."""
+    """Return the host memory that a model's experts take, in bytes."""
     return store.slots.nbytes if isinstance(store, HostCache) else 0
 
 
@@ -503,14 +512,14 @@ def place_experts(
     timeout: float | None = None,
     shared: SharedMemory | None = None,  # for all experts, if other ranks of this machine have the same
 ) -> tuple[HostStore, HostPlace]:
-    """Make host memory a level over files, and fill it, with progress, if all of them are to be there.
+    """Put host memory in front of files, and fill it, with progress, if it is to hold all of them.
 
     Returns:
-        The store, and where it is. What cannot be locked whole, and was not asked for, is locked as far as the system
-        allows; where there is no memory after all, experts stay in files.
+        The store, and where it is. Memory that cannot be pinned as a whole is pinned as far as the system allows,
+        unless pinned memory was ``asked_for``. If there is no memory after all, experts stay in files.
 
     Raises:
-        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be had or locked.
+        StoreError: the files cannot be read, or memory that was ``asked_for`` cannot be allocated or pinned.
     """
     if not place.host_cache:
         return files, place
@@ -521,7 +530,7 @@ def place_experts(
             host_cache.release()
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             raise HostMemoryError(
-                f"the experts need {place.host_cache} bytes of pinned host memory, and locking failed ({refused})"
+                f"the experts need {place.host_cache} bytes of pinned host memory, but pinning failed ({refused})"
                 + f", the limit on locked memory (ulimit -l) is {limit} bytes" * (limit != resource.RLIM_INFINITY)
             )
     except HostMemoryError as error:
@@ -536,7 +545,7 @@ def place_experts(
 
 
 def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:
-    """Refuse, and close, a checkpoint's own store that is not for this model, dtype or rank."""
+    """Close a checkpoint's own store and raise StoreError if it is not for this model, dtype or rank."""
     held = store.experts
     for what, has, needs in (
         ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),

@@ -1,7 +1,7 @@
 """vLLM's interface for one MoE layer: create placeholders, take the checkpoint's weights, call the rank's server.
 
 Two operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a compiled
-model. Where CUDA graphs stand around the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns new
+model. If CUDA graphs surround the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns new
 tensors: the next graph would read those of its capture, step after step. Here the caller allocates the outputs, which
 makes them a part of the graph before the layer; the operator runs between graphs and writes into them, as
 ``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.vllm_plugin.activations import activation_of
 from vllm_dymoe.vllm_plugin.balance import owned
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 from vllm_dymoe.vllm_plugin.expert_loader import ExpertLoader
 from vllm_dymoe.vllm_plugin.loading import Loading, layers_around
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec
@@ -37,7 +38,7 @@ from vllm_dymoe.vllm_plugin.step import RankLayer
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
-    """One MoE layer whose experts live in the host store; routing and shared experts stay vLLM's."""
+    """One MoE layer whose experts are in the host store; routing and shared experts stay vLLM's."""
 
     _loaded = _balanced = False
 
@@ -51,7 +52,10 @@ class DymoeMoEMethod(FusedMoEMethodBase):
 
     @property
     def supports_internal_mk(self) -> bool:
-        """True: data-parallel ranks exchange their rows inside ``apply``, where it is known which rows are tokens."""
+        """Return True: data-parallel ranks exchange their rows inside ``apply``.
+
+        Only there is it known which rows are tokens.
+        """
         return True
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
@@ -61,7 +65,10 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Round sizes up to whole groups per rank where vLLM's loader cuts a checkpoint so; else leave them."""
+        """Round sizes up to whole groups per rank if vLLM's loader cuts a checkpoint that way.
+
+        Otherwise return them unchanged.
+        """
         reader = self.loading.reader
         if reader.ranks_take_groups and reader.group_size is not None:
             groups = -(-intermediate_size_per_partition // reader.group_size)
@@ -79,9 +86,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register empty placeholders that vLLM's loaders pass experts' weights to. ConfigError for an unsupported
-        activation.
-        """
+        """Register empty placeholders for vLLM's weight loaders; ConfigError for an unsupported activation."""
         parallel, activation = self.moe.moe_parallel_config, activation_of(layer)
         weights_on_input = layer.apply_router_weight_on_input
         self._balanced = parallel.enable_eplb
@@ -115,7 +120,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self._loaded:  # dense layers are read again
+        if self._loaded:  # dense layers are being read again
             return
         if layer.expert_map is not None:
             self.layer = replace(self.layer, expert_map=past_the_pool(self.loading.config, lambda: self._map(layer)))
@@ -127,7 +132,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         """See ``RankLayer.expert_map``."""
         local = layer.expert_map
         if not self._balanced:
-            return torch.cat((local, local.new_full((1,), -1)))
+            return bounded_map(local)
         numbers, mine = owned(local, self.loading.experts.num_experts)
         layer.get_expert_weights = lambda: [mine]
         return numbers
@@ -145,20 +150,24 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         if torch.compiler.is_compiling():
             return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
         rank_server = self.loading.rank_server
-        assert rank_server is not None, "vLLM runs a model that it has not finished loading"
+        assert rank_server is not None, "vLLM runs a model before it has finished loading it"
         return rank_server.forward(self.layer, x, topk_weights, topk_ids)
 
 
 def loading_of(config: VllmConfig) -> Loading | None:
-    """Return the engine's existing loader, if it has one: some drafts (Step-3.5's) get a quantization config of their
-    own.
+    """Return the engine's existing loader, if it has one.
+
+    Some drafts (Step-3.5's) have their own quantization config.
     """
     layers = config.compilation_config.static_forward_context.values()
     return next((layer.loading for layer in layers if isinstance(layer, DymoeMoEMethod)), None)
 
 
 def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> None:
-    """Handle that vLLM has made a model. ConfigError if no layer came to us (drafts and stages may have none)."""
+    """Handle a model that vLLM has made.
+
+    Raises ConfigError if none of its layers uses our method (drafts and stages may not).
+    """
     loading, ours = loading_of(config), config.model_config.quantization == "dymoe"
     stages = ours and config.parallel_config.pipeline_parallel_size > 1
     if stages and not draft:  # only the last one has a draft
@@ -169,7 +178,7 @@ def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> No
             loading.around = around
     elif ours and not stages:
         raise ConfigError(
-            f"vllm-dymoe: {type(model).__name__} runs none of its experts in vLLM's MoE layer, so that all of them "
+            f"vllm-dymoe: {type(model).__name__} runs none of its experts in vLLM's MoE layer, so all of them "
             "would be on the device; leave --moe-backend out if it is set, else serve this model without "
             "--quantization dymoe."
         )
@@ -182,7 +191,7 @@ def _context_key(layer_name: str) -> str:
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
     method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
     rank_server = method.loading.rank_server
-    assert rank_server is not None, "vLLM runs a model that it has not finished loading"
+    assert rank_server is not None, "vLLM runs a model before it has finished loading it"
     return rank_server.forward(method.layer, x, topk_weights, topk_ids)
 
 
@@ -205,8 +214,9 @@ def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
 
 
 def _entry(*, shared: bool) -> Callable[..., Any]:
-    """Return the replacement of ``vllm::moe_forward``, or of ``vllm::moe_forward_shared``, which returns the shared
-    output too.
+    """Return the replacement of ``vllm::moe_forward`` or ``vllm::moe_forward_shared``.
+
+    The latter also returns shared output.
     """
     allocate = _moe_forward_shared_fake if shared else _moe_forward_fake  # vLLM's rule for the shapes
 
@@ -248,11 +258,11 @@ def _moe_forward_into(
         out.copy_(result[1])
 
 
-# Not torch.library.custom_op, whose wrappers cost as much again as the call: there is one in every layer.
+# Not torch.library.custom_op, whose wrappers cost as much as the call itself, in every layer.
 _library = torch.library.Library("vllm_dymoe", "DEF")
 _library.define("moe(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor")
 _library.impl("moe", _moe, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_dymoe::moe", _moe_fake, lib=_library)
-# Where vLLM has breakable graphs, the operator ends the running capture, and begins another one behind it.
+# If vLLM has breakable graphs, the operator ends the running capture and begins another one after it.
 _interrupting = eager_break_during_capture(_moe_forward_into)
 direct_register_custom_op("moe_forward_into", _interrupting, mutates_args=["out", "shared_out"], target_lib=_library)

@@ -1,6 +1,6 @@
 """Observers of routing while a rank serves: traces, calibrations, and the check of gates (``gates``).
 
-vLLM's scheduler tells which requests have how many tokens in a step, its model runner where their rows are.
+vLLM's scheduler says which requests have how many tokens in a step, its model runner where their rows are.
 """
 
 import itertools
@@ -24,35 +24,35 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 class Observer:
-    """Is told what the routers of a rank choose in the steps of requests; never in a warm-up, and nothing of padding.
+    """Gets what the routers of a rank choose in steps of requests; no warm-up steps and no padding.
 
-    Observers that need the routers' inputs are told nothing of a device-planned step, which does not keep them; others
-    are told of all its layers when the model has run.
+    Observers that need the routers' inputs get nothing of device-planned steps, which do not keep them; others get all
+    layers of these after the model has run.
     """
 
     needs_inputs: ClassVar[bool] = False
     needs_actions: ClassVar[bool] = False
-    """It hears of a layer when that has run; others before, as a gate is checked before it predicts."""
+    """Whether it gets a layer after that has run; otherwise before, as a gate is checked before it predicts."""
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """A step begins or, if it has no tokens, only ends some requests."""
+        """Begin a step; a step without tokens only ends some requests."""
 
     def see(self, routing: Routing) -> None:
-        """One layer is about to run, or has run; not called any more in a step that has failed."""
+        """See one layer before or after it runs; not called for the rest of a failed step."""
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """vLLM's model runner has run the step with this number; if it failed, discard what was seen of it."""
+        """Handle the end of the model in the step of this number; if it failed, discard what was seen of it."""
 
     def forget(self, step: int) -> None:
-        """A step failed on another rank, which becomes known when its tokens arrive."""
+        """Discard a step that failed on another rank, which is known when its tokens arrive."""
 
 
 class Observation:
     """The observers of one rank, in the order in which they are told."""
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
-        # What a calibration of this rank's inputs holds; None on ranks that see what another one records.
+        # Description of a calibration of this rank's inputs; None on ranks that see the same as another.
         self.recordable = recordable
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None
@@ -68,7 +68,7 @@ class Observation:
         self.observers = (*self.observers, observer)
 
     def leave(self, observer: Observer) -> None:
-        """Remove an observer, if it is registered; it may call this while it is being told something."""
+        """Remove an observer, if it is registered; it may do so while it is being called."""
         self.observers = tuple(other for other in self.observers if other is not observer)
 
     def forget(self, step: int) -> None:
@@ -76,7 +76,7 @@ class Observation:
             observer.forget(step)
 
     def record(self, path: Path, tokens: int) -> None:
-        """Record the inputs of the next tokens as one part of a calibration. Raises CalibrationError."""
+        """Record the inputs of the next tokens as one part of a calibration; raises CalibrationError."""
         if self.recordable is None:
             return
         if self._calibration is not None:  # of a caller that went away
@@ -87,7 +87,7 @@ class Observation:
         self.join(self._calibration)
 
     def end_record(self) -> None:
-        """Complete the part. Raises CalibrationError if it could not be written, or tokens are missing."""
+        """Complete the part; raises CalibrationError if it could not be written, or if tokens are missing."""
         calibration, self._calibration = self._calibration, None
         if calibration is not None:
             self.leave(calibration)
@@ -95,7 +95,7 @@ class Observation:
 
 
 class CalibrationObserver(Observer):
-    """Passes every layer's inputs to one part; errors are reported at the end and fail no request."""
+    """Records every layer's inputs in one part; errors are reported at the end and fail no request."""
 
     needs_inputs = True
 
@@ -124,7 +124,7 @@ class _Request(NamedTuple):
 
 
 class TraceObserver(Observer):
-    """Records a trace, following requests from first to last step; gates are looked up anew each time."""
+    """Records a trace, following requests from first to last step; gates are looked up in each step."""
 
     needs_actions = True
 
@@ -140,7 +140,7 @@ class TraceObserver(Observer):
         for name in scheduler_output.finished_req_ids:
             self._requests.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id not in self._requests:  # one that was preempted may come as a new one
+            if new.req_id not in self._requests:  # a preempted request may come again as a new one
                 number = next(self._numbers)
                 prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
                 self._requests[new.req_id] = _Request(number, len(prompt))
@@ -173,7 +173,7 @@ class TraceObserver(Observer):
         if gates and not self._gates_given:
             self._gates_given = True
             self.recorder.take_gates(weights_of(gates, self.recorder.header.hidden, position.device))
-        self.recorder.end(spans, position, step, next_gate=bool(gates))  # they were right
+        self.recorder.end(spans, position, step, next_gate=bool(gates))  # their predictions are recorded
 
     def forget(self, step: int) -> None:
         self.recorder.forget(step)
@@ -182,8 +182,9 @@ class TraceObserver(Observer):
 def observe_trace(
     options: Options, header: Callable[[], ModelIdentity], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
-    """Return the observer that records a trace on this rank, if wanted and no other rank does. ConfigError if it
-    cannot.
+    """Return the observer that records a trace on this rank, if requested and if no other rank does.
+
+    ConfigError if it cannot.
     """
     if options.trace is None or get_tp_group().rank_in_group != 0:
         return None
@@ -196,8 +197,8 @@ def observe_trace(
     except TraceError as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     logger.info(
-        "vllm-dymoe: which experts every token chooses is recorded to %s, up to %s; a trace holds no text, but tells "
-        "about prompts: keep it as you would keep them.", folder, size(options.trace.limit),
+        "vllm-dymoe: the experts of every token are recorded to %s, up to %s; a trace holds no text, but reveals "
+        "information about prompts: keep it as you would keep them.", folder, size(options.trace.limit),
     )  # fmt: skip
     return TraceObserver(recorder, gates if options.trace.inputs else tuple)
 

@@ -15,7 +15,7 @@ from vllm_dymoe.server.stats import ServerStats
 from vllm_dymoe.vllm_plugin.announcements import Summary
 from vllm_dymoe.vllm_plugin.model_files import local_folder
 
-PART_TOKENS = 8192  # what a run that is killed has to compute again
+PART_TOKENS = 8192  # what a killed run has to compute again
 
 
 def summary(llm: Any) -> Summary:
@@ -29,14 +29,14 @@ def record_trace(
     folder: Path,
     *,
     max_tokens: int = 128,
-    limit: str = "256MiB",  # bytes that the folder may have
-    inputs: bool = False,  # the routers' inputs are recorded as well
-    options: Mapping[str, Any] | None = None,  # the plugin's
+    limit: str = "256MiB",  # maximum size of the folder
+    inputs: bool = False,  # record the routers' inputs as well
+    options: Mapping[str, Any] | None = None,  # of the plugin
     engine: Mapping[str, Any] | None = None,  # arguments of ``LLM``
 ) -> dict[str, Any]:
-    """Answer prompts greedily and record what routers choose; return what ``dymoe_trace`` returns."""
+    """Answer prompts greedily and record routing; return what ``dymoe_trace`` returns."""
     trace = {"folder": str(folder), "limit": limit, "inputs": inputs}
-    # Tokens that the prefix cache has are not computed, and what is not computed is not recorded.
+    # Tokens found in the prefix cache are not computed, so they would not be recorded.
     settings = {"enable_prefix_caching": False, **(engine or {})}
     llm = LLM(model=model, quantization="dymoe", additional_config={"dymoe": {**(options or {}), "trace": trace}},
               **settings)  # fmt: skip
@@ -46,25 +46,26 @@ def record_trace(
 
 
 def calibrate(
-    model: Any,  # an ``LLM`` with the quantization ``dymoe``, or a folder, for which one is started at 16 bits
+    model: Any,  # an ``LLM`` with quantization ``dymoe``, or a folder, for which one is started at 16 bits
     texts: Iterable[str],  # each is cut into pieces of ``length`` tokens
     out: str | Path,
     *,
-    tokens: int = 131072,  # pieces that are left over are left out evenly
+    tokens: int = 131072,  # surplus pieces are left out evenly
     length: int = 2048,
-    progress: Callable[[int, int], None] = lambda done, total: None,  # of tokens, when a part is complete
+    # Called with tokens done and in total, after each part.
+    progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,  # of the plugin, for a model that is started here
 ) -> Recording:
-    """Record what the experts of a model read while it reads texts, for ``vllm-dymoe quantize --calibration``.
+    """Record the inputs of a model's experts while it reads texts, for ``vllm-dymoe quantize --calibration``.
 
-    After an interruption it resumes with the first incomplete part. Raises CalibrationError if the folder holds another
+    After an interruption it resumes with the first incomplete part. CalibrationError if the folder holds another
     calibration or cannot be written, or if the model failed.
     """
     llm = _start(str(model), length, options) if isinstance(model, str | Path) else model
     config = llm.llm_engine.vllm_config
     length = min(length, config.model_config.max_model_len - 1)
     pieces = _pieces(llm.get_tokenizer(), [texts] if isinstance(texts, str) else texts, tokens, length)
-    # The same texts always give the same parts.
+    # Equal texts always give equal parts.
     ends = zip(pieces, itertools.accumulate(map(len, pieces)), strict=True)
     groups = itertools.groupby(ends, key=lambda piece: (piece[1] - 1) // PART_TOKENS)
     parts = [[piece for piece, _ in group] for _, group in groups]
@@ -135,7 +136,7 @@ def _open(out: Path, recording: Recording) -> None:
     if (out / MANIFEST).is_file() and Recording.read(out) != recording:
         raise CalibrationError(
             f"{out} holds a calibration with another model, other texts or other options; "
-            "go on with those, or name another folder."
+            "continue with those, or name another folder."
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def _open(out: Path, recording: Recording) -> None:
 
 def _record_part(llm: LLM, pieces: list[list[int]], file: Path) -> None:
     if llm.llm_engine.has_unfinished_requests():
-        raise CalibrationError("the model still has requests, whose tokens would be recorded too; start it again.")
+        raise CalibrationError("the model still has requests, whose tokens would be recorded, too; start it again.")
     _ask(llm, "dymoe_record", str(file), sum(map(len, pieces)))
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=True)
     prompts: Any = [{"prompt_token_ids": piece} for piece in pieces]
@@ -156,7 +157,7 @@ def _record_part(llm: LLM, pieces: list[list[int]], file: Path) -> None:
     try:
         _ask(llm, "dymoe_record_end")
     except CalibrationError:
-        if failed is None:  # otherwise tokens are missing because of it
+        if failed is None:  # otherwise tokens are missing because of the failure
             raise
     if failed is not None:
         file.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The register of everything in vLLM that we change, with the reason and the day it can go.
+"""The register of everything in vLLM that we change, with reasons, and when each change can go.
 
-A test holds the register against the installed vLLM, so a renamed target is found by CI and not by a user.
+A test compares the register with the installed vLLM, so CI finds a renamed target before a user does.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn import Module
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
@@ -27,7 +28,7 @@ class Patch:
 
     target: tuple[str, str]  # module or class, and attribute that is replaced
     removable: str  # what upstream would have to offer
-    replacement: Original  # called with the original in front of its arguments; its docstring says why
+    replacement: Original  # called with the original before its arguments; its docstring says why
 
     @property
     def why(self) -> str:
@@ -44,8 +45,8 @@ class Patch:
 
 PATCHES: list[Patch] = []
 _WORKER, _CPU_WORKER = "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
-_STEP_ERROR = "an exception of a model that fails a step and not the engine"
-_SLEEP_HOOK = "a register of what sleeps and wakes beside its weights and KV cache"
+_STEP_ERROR = "a model exception that fails only its step, not the engine"
+_SLEEP_HOOK = "a register of what sleeps and wakes with its weights and KV cache"
 _CAPTURE_HOOK = "a hook around the capture of graphs"
 _STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
 
@@ -64,7 +65,7 @@ def apply_patches() -> None:
 
     for patch in PATCHES:
         if patch.target[0] == _CPU_WORKER and not current_platform.is_cpu():
-            continue  # its module puts placeholders in the place of torch.cuda's events and streams
+            continue  # its module replaces torch.cuda's events and streams by placeholders
         owner = resolve_obj_by_qualname(patch.target[0])
         original = getattr(owner, patch.target[1])
         if not getattr(original, "dymoe_patched", False):
@@ -76,11 +77,13 @@ def apply_patches() -> None:
     "a hook of QuantizationConfig that sees the finished VllmConfig",
 )  # fmt: skip
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Options must be refused in the user's process before any weight is loaded, decisions taken on the host must not
-    be captured in a CUDA graph, and the worker methods must be there without another flag. Where the user has not set
-    how many tokens a step may have, what the link costs decides; vLLM then derives everything anew.
+    """Refuse options in the user's process before weights are loaded, and settle CUDA graphs and worker methods.
+
+    Decisions taken on the host must not be captured in a CUDA graph, and the worker methods must exist without another
+    flag. If the user has not set the number of tokens of a step, the cost of the link decides; vLLM then derives
+    everything anew.
     """
-    # vLLM writes what it derives into its own arguments, and refuses some of that where it meets it again.
+    # vLLM writes derived values into its own arguments, and refuses some of these when it finds them again.
     given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
@@ -96,22 +99,26 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     "a hook of QuantizationConfig that sees the model before its weights",
 )  # fmt: skip
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """A model that computes experts with code of its own would be served as if we were not there; and gates lie beside
-    a model's experts.
+    """Check that a model computes its experts through us, and find its gates, which are next to the experts.
+
+    A model that computes experts with its own code would otherwise be served without offloading. Weights that lie in
+    two places count as loaded in both.
     """
     from vllm_dymoe.vllm_plugin.moe_method import model_made  # not before vLLM has decided about graphs
 
     model = original(vllm_config=vllm_config, **kwargs)
     made = kwargs.get("model_config") or vllm_config.model_config
     model_made(vllm_config, model, draft=getattr(made, "runner_type", "") == "draft")
+    if vllm_config.model_config.quantization == "dymoe" and isinstance(model, Module):
+        prepare.name_every_place(model)
     return model
 
 
 @_replaces("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model", _STEP_ERROR)
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
-    """An expert that cannot be fetched must fail its step alone, so it has to be known where a step begins.
+    """Begin a step, so that an expert that cannot be fetched fails only its step.
 
-    Only executors come this way: vLLM's warm-up calls Worker.execute_model itself.
+    Only executors call this: vLLM's warm-up calls Worker.execute_model itself.
     """
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
@@ -121,14 +128,14 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
 
 @_replaces(_WORKER, "sample_tokens", _STEP_ERROR)
 def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
-    """Here a step ends, and its failure has to leave the worker with its output."""
+    """End a step, whose failure leaves the worker with its output."""
     output, rank = original(self, grammar_output), _rank(self.vllm_config.quant_config)
     return output if rank is None else rank.end_step(output)
 
 
 @_replaces(_WORKER, "execute_dummy_batch", "a step for ranks without requests, as execute_model has one")
 def _execute_dummy_batch(original: Original, self: Any) -> Any:
-    """A data-parallel rank without requests computes other ranks' tokens with its experts, which is no warm-up."""
+    """Run a step in which a data-parallel rank without requests computes other ranks' tokens; it is no warm-up."""
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.idle_step():
         return original(self)
@@ -140,13 +147,13 @@ _COLLECTIVE = "this collective in CpuCommunicator"
 
 @_replaces(_CPU, "all_gatherv", _COLLECTIVE)
 def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
-    """vLLM's expert parallelism over data-parallel ranks gathers rows, and its communicator of CPUs cannot."""
+    """Gather rows for expert parallelism over data-parallel ranks, which vLLM's communicator of CPUs cannot do."""
     return data_parallel.gather_rows(self, input_, sizes)
 
 
 @_replaces(_CPU, "reduce_scatterv", _COLLECTIVE)
 def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
-    """As ``all_gatherv``, on the way back."""
+    """Scatter the sums, in the other direction of ``all_gatherv``."""
     return data_parallel.add_rows(self, input_, sizes)
 
 
@@ -157,8 +164,11 @@ def _reduce_scatterv(original: Original, self: Any, input_: Any, dim: int = 0, s
 def _make_parallel(
     original: Original, tp_size_: int, pcp_size_: int, dp_size_: int, sp_size_: int, vllm_parallel_config: Any
 ) -> Any:
-    """Without expert parallelism vLLM cuts each expert into parts for all data-parallel ranks, whose tokens then have
-    to meet in every layer. An engine's budget holds some of the experts whole, and its tokens stay where they are."""
+    """Keep experts whole with data parallelism but without expert parallelism.
+
+    vLLM would cut each expert into parts for all data-parallel ranks, whose tokens then have to be exchanged in every
+    layer. An engine's budget holds some whole experts, and its tokens stay where they are.
+    """
     config = get_current_vllm_config_or_none()
     ours = config is not None and config.model_config is not None and config.model_config.quantization == "dymoe"
     dp_size_ = 1 if ours and not vllm_parallel_config.enable_expert_parallel else dp_size_
@@ -179,14 +189,14 @@ def _determine_available_memory(original: Original, self: Any, *args: Any, **kwa
 
 @_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
 def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """CUDA graphs are captured in here, and a call of CUDA on another thread would make a capture invalid."""
+    """Pause transfers while CUDA graphs are captured: a CUDA call of another thread would invalidate the capture."""
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.server.engine.paused():
         return original(self, *args, **kwargs)
 
 
 def _rank(config: Any) -> RankServer | None:
-    """The rank that a quantization config made; None if it is not ours, loads, or has no MoE layers."""
+    """Return the rank of a quantization config; None if it is not ours, still loads, or has no MoE layers."""
     loading = config.loading if isinstance(config, DymoeConfig) else None
     return None if loading is None else loading.rank_server
 
@@ -196,7 +206,7 @@ def _rank(config: Any) -> RankServer | None:
     "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
 )  # fmt: skip
 async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """vLLM's servers answer "Internal server error" to a failed request, and its sentence would be lost."""
+    """Answer failed requests with their error message instead of "Internal server error"."""
     async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
         async for output in outputs:
             failures.raise_failure(output)
@@ -205,7 +215,7 @@ async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 @_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reloading would exchange the dense layers and leave the packed experts as they are, without asking first."""
+    """Refuse to reload weights, which would replace the dense layers and leave the packed experts, without warning."""
     config = self.vllm_config
     check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
     return original(self, *args, **kwargs)
@@ -214,7 +224,7 @@ def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 @_replaces(_CPU_WORKER, "sleep", _SLEEP_HOOK)
 @_replaces(_WORKER, "sleep", _SLEEP_HOOK)
 def _sleep(original: Original, self: Any, level: int = 1) -> None:
-    """Slots are no weights of vLLM's, which would leave them where they are."""
+    """Free the slots when the engine sleeps; they are not among vLLM's weights."""
     if (rank := _rank(self.vllm_config.quant_config)) is not None:
         rank.server.sleep(level)
     original(self, level)
@@ -223,7 +233,7 @@ def _sleep(original: Original, self: Any, level: int = 1) -> None:
 @_replaces(_CPU_WORKER, "wake_up", _SLEEP_HOOK)
 @_replaces(_WORKER, "wake_up", _SLEEP_HOOK)
 def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
-    """Behind vLLM's memory, which has the first claim on the device's, slots come back."""
+    """Allocate the slots again, after vLLM's memory, which has the first claim on the device."""
     original(self, tags)
     rank = _rank(self.vllm_config.quant_config)
     if rank is not None and (tags is None or "weights" in tags):
@@ -232,7 +242,7 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
 
 @_replaces(_WORKER, "shutdown", "a hook of QuantizationConfig at the end of its worker")
 def _shutdown(original: Original, self: Any) -> None:
-    """In one process engines come and go: the transfer threads, slots and files of each would stay until it ends."""
+    """Free transfer threads, slots and files when an engine ends, since its process may go on."""
     try:
         original(self)
     finally:
@@ -246,7 +256,10 @@ def _shutdown(original: Original, self: Any) -> None:
     "an error of vLLM's for an adapter of which a part would be left out",
 )  # fmt: skip
 def _load_adapter(original: Original, self: Any, request: Any) -> Any:
-    """vLLM leaves out what an adapter has for layers that --lora-target-modules does not name, without a word."""
+    """Refuse adapters for layers that --lora-target-modules does not name.
+
+    Without this, vLLM leaves these parts out silently.
+    """
     adapter = original(self, request)
     prepare.refuse_adapted_experts(self._adapter_manager.model, request.lora_path, adapter)
     return adapter
@@ -257,9 +270,9 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
     "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
 )  # fmt: skip
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
-    """The policy "dymoe" has to see a prompt's queries and keys, which only implementations get outside of graphs."""
+    """Show the policy "dymoe" a prompt's queries and keys, which only implementations get outside of graphs."""
     original(self, act_dtype)
-    rank = _rank(self.quant_config)  # runs by now: vLLM processes the experts of a model before its attention
+    rank = _rank(self.quant_config)  # runs already: vLLM processes a model's experts before its attention
     tap = None if rank is None else rank.prompts
     attend = self.impl.forward
     if tap is None or getattr(attend, "dymoe_patched", False):
@@ -278,7 +291,12 @@ def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
     "an operator of MoE layers with output arguments, or experts that are chosen inside of the graph",
 )  # fmt: skip
 def _select_forward(original: Original, self: Any) -> Original:
-    """Behind vLLM's operator a CUDA graph would read the tensors of its capture (vLLM issue 37363)."""
+    """Give the operator outputs that the caller allocates.
+
+    With vLLM's own outputs a CUDA graph would read the tensors of its capture.
+
+    See vLLM issue 37363.
+    """
     from vllm_dymoe.vllm_plugin.moe_method import entry_with_buffers
 
     return entry_with_buffers(self) or original(self)
@@ -287,7 +305,10 @@ def _select_forward(original: Original, self: Any) -> Original:
 @_replaces("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats", _STATS_FIELD)
 @_replaces("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats", _STATS_FIELD)
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    """The counts of the workers have to reach the server's /metrics and log, and that of LLM(), when vLLM's own do."""
+    """Publish the workers' counts to the server's /metrics and log, and to the log of LLM().
+
+    This happens whenever vLLM publishes its own.
+    """
     from vllm_dymoe.vllm_plugin.metrics import publish  # not before vLLM has imported prometheus_client
 
     return publish(self, original(self))

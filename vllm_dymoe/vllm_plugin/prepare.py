@@ -1,4 +1,4 @@
-"""What is refused and set in the user's process, after vLLM has made its configuration and before anything loads."""
+"""Checks and settings in the user's process, after vLLM has made its configuration and before anything loads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import LoRAConfig, VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
@@ -34,7 +35,6 @@ from vllm_dymoe.vllm_plugin.model_files import (
     drafted_by_experts,
     expert_ranks,
     has_drafts,
-    host_needed,
     local_folder,
     meets,
     ranks_of_machine,
@@ -47,7 +47,7 @@ WORKER_EXTENSION = "vllm_dymoe.vllm_plugin.worker.DymoeWorkerExtension"
 
 
 def prepare(config: VllmConfig) -> None:
-    """Refuse what cannot work (ConfigError), keep host decisions out of CUDA graphs, and add the worker methods."""
+    """Raise ConfigError for what cannot work, keep host code out of CUDA graphs, and add the worker methods."""
     ours, reader = _quantized(config)
     options = read_options(config, ours, reader)
     try:
@@ -71,13 +71,13 @@ def prepare(config: VllmConfig) -> None:
         if experts is not None:
             _check_memory(config, experts, options)
         if options.predictor_file is not None:
-            read_card(options.predictor_file)  # the worker checks that it is this model's
+            read_card(options.predictor_file)  # the worker checks that it is for this model
         check_checkpoint(config, reader)
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        decides, policy, share = _plans_on_device(config, experts, options), make_policy(options), options.expert_budget
-        there = policy.residency.migrating is not None or (
+        decides, policy, share = _plans_on_device(config, options), make_policy(options), options.expert_budget
+        there = (policy.residency.migrating is not None and not policy.residency.rescues) or (
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
         recorded = options.trace is not None
@@ -87,13 +87,13 @@ def prepare(config: VllmConfig) -> None:
 
 
 def tokens_of_step(config: VllmConfig) -> int | None:
-    """See :func:`~.chunks.larger_chunk`; ConfigError where the options are wrong."""
+    """Return the number of tokens of a step, see :func:`~.chunks.larger_chunk`; ConfigError for invalid options."""
     options = read_options(config, *_quantized(config))
     return larger_chunk(config, experts_of(config, options) if config.model_config.get_num_experts() else None, options)
 
 
 def refuse_idle_options(config: VllmConfig) -> None:
-    """Refuse our options (ConfigError) where the plugin is not in use: a model would not be offloaded."""
+    """Raise ConfigError for our options if the plugin is not in use: the model would not be offloaded."""
     additional = config.additional_config
     if isinstance(additional, Mapping) and "dymoe" in additional:
         raise ConfigError(
@@ -103,7 +103,7 @@ def refuse_idle_options(config: VllmConfig) -> None:
 
 
 def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
-    """Refuse (ConfigError) a LoRAModel with weights for packed experts, which vLLM itself leaves out in silence."""
+    """Raise ConfigError for a LoRAModel with weights for packed experts, which vLLM itself leaves out silently."""
     from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod  # not before vLLM has decided about graphs
 
     changed = [name for name in adapter.loras if _of_experts(name)]
@@ -116,7 +116,7 @@ def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
-    """The experts of one rank as far as the model's config.json tells; None where it names no expert width."""
+    """Return one rank's experts, as far as the model's config.json describes them; None if it names no expert width."""
     model, parallel, width = config.model_config, config.parallel_config, expert_width(config)
     if width is None:
         return None
@@ -145,7 +145,7 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
 
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:
-    """What our quantization config knows: quantization_config of a checkpoint of ours, and the reader of another's."""
+    """Return the quantization_config of a checkpoint of ours, and the reader for other checkpoints."""
     return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", PLAIN_READER)
 
 
@@ -153,8 +153,8 @@ def _refuse_model(config: VllmConfig) -> None:
     model = config.model_config
     if model.dtype == torch.float32:
         raise ConfigError(
-            "vllm-dymoe: --dtype float32 cannot be honoured: packed experts have weights and scales of 16 bits; leave "
-            "it out, or use --dtype bfloat16."
+            "vllm-dymoe: --dtype float32 is not supported, because packed experts have weights and scales of 16 bits; "
+            "leave it out, or use --dtype bfloat16."
         )
     if model.get_num_experts() == 0:
         raise ConfigError(
@@ -164,13 +164,13 @@ def _refuse_model(config: VllmConfig) -> None:
 
 
 def _refuse_drafts(config: VllmConfig, ours: Mapping[str, Any] | None, options: Options) -> None:
-    """Refuse (ConfigError) drafts whose experts cannot join the model's slots, before anything is loaded."""
-    _ = getattr(config.quant_config, "draft_reader", PLAIN_READER)  # can they be read?
+    """Raise ConfigError for drafts whose experts cannot join the model's slots, before anything is loaded."""
+    _ = getattr(config.quant_config, "draft_reader", PLAIN_READER)  # raises if they cannot be read
     if ours is None or config.load_config.load_format == "dummy":
         return
     layers = getattr(config.model_config.hf_text_config, "num_hidden_layers", 0)
     if options.quantizer in LATTICES:
-        why = f"experts of {options.quantizer} need a calibration, which there is none of for drafts"
+        why = f"quantizer {options.quantizer} needs a calibration, which does not exist for drafts"
     elif not has_drafts(local_folder(config), layers):
         why = "this checkpoint has no layers of multi-token prediction: an earlier `vllm-dymoe quantize` left them out"
     else:
@@ -185,12 +185,11 @@ def _refuse_data_parallel(config: VllmConfig, options: Options) -> None:
     if parallel.data_parallel_size == 1:
         return
     refused = {
-        f"exchanges tokens through allgather and reduce-scatter, and not through {parallel.all2all_backend}; leave "
+        f"exchanges tokens through allgather and reduce-scatter, not through {parallel.all2all_backend}; leave "
         "--all2all-backend out": meets(parallel) and parallel.all2all_backend != "allgather_reducescatter",
-        "does not go with stages of a pipeline; leave --pipeline-parallel-size out": parallel.pipeline_parallel_size
-        > 1,
-        "does not go with drafts that have experts; leave --speculative-config out": drafted_by_experts(config),
-        "mixes the tokens of several engines, and a trace is of one; leave trace out": options.trace is not None,
+        "does not support pipeline stages; leave --pipeline-parallel-size out": parallel.pipeline_parallel_size > 1,
+        "does not support drafts with experts; leave --speculative-config out": drafted_by_experts(config),
+        "mixes the tokens of several engines, but a trace is of one engine; leave trace out": options.trace is not None,
     }
     for sentence, is_on in refused.items():
         if is_on:
@@ -201,7 +200,7 @@ def _refuse_recorded_stages(config: VllmConfig, options: Options) -> None:
     stages = config.parallel_config.pipeline_parallel_size
     if stages > 1 and options.trace is not None:
         raise ConfigError(
-            "vllm-dymoe: trace records what all layers choose, and a stage of a pipeline has only some of them; "
+            "vllm-dymoe: trace records the routing of all layers, but a pipeline stage has only some of them; "
             f"leave --pipeline-parallel-size {stages} out, or use --tensor-parallel-size."
         )
 
@@ -209,7 +208,7 @@ def _refuse_recorded_stages(config: VllmConfig, options: Options) -> None:
 def _refuse_training(config: VllmConfig, options: Options) -> None:
     parallel = config.parallel_config
     refused = {
-        "a stage of a pipeline has only some of the layers; leave --pipeline-parallel-size out": (
+        "a pipeline stage has only some of the layers; leave --pipeline-parallel-size out": (
             parallel.pipeline_parallel_size > 1
         ),
         "a rank has only some of a layer's experts; leave --enable-expert-parallel out": (
@@ -218,7 +217,7 @@ def _refuse_training(config: VllmConfig, options: Options) -> None:
     }
     for sentence, is_on in refused.items():
         if options.train_predictor is not None and is_on:
-            raise ConfigError(f"vllm-dymoe: train_predictor looks at whole layers, and {sentence}.")
+            raise ConfigError(f"vllm-dymoe: train_predictor needs whole layers, but {sentence}.")
 
 
 def _check_memory(config: VllmConfig, experts: ModelExperts, options: Options) -> None:
@@ -239,15 +238,11 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
     return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
 
 
-def _plans_on_device(config: VllmConfig, experts: ModelExperts | None, options: Options) -> bool:
-    """Whether decode steps will need no host, as far as is known here; ConfigError if they have to and cannot."""
+def _plans_on_device(config: VllmConfig, options: Options) -> bool:
+    """Return whether decode steps will need no host, as far as known here; ConfigError if required but impossible."""
     if options.trace is not None and config.parallel_config.enable_expert_parallel:
         options = without_device(options)
-    device_type, pinned = current_platform.device_type, options.host_store == "pinned"
-    if options.host_store == "auto" and experts is not None:
-        pinned = choose_host_place("auto", device_type, experts, _room(config, options)).pinned
-    obstacle = host_needed(config)
-    return plans_on_device(options, make_policy(options), device_type, readable=pinned, obstacle=obstacle)[0]
+    return plans_on_device(options, make_policy(options), current_platform.device_type)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:
@@ -256,7 +251,7 @@ def _add_worker_methods(config: VllmConfig) -> None:
         parallel.worker_extension_cls = WORKER_EXTENSION
     elif parallel.worker_extension_cls != WORKER_EXTENSION:
         logger.info(
-            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are not there; "
+            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are missing; "
             "derive your class from %s to have both.",
             parallel.worker_extension_cls,
             WORKER_EXTENSION,
@@ -264,8 +259,10 @@ def _add_worker_methods(config: VllmConfig) -> None:
 
 
 def _ask_for_every_weight(config: VllmConfig) -> None:
-    """Have vLLM refuse a checkpoint that lacks a dense weight, as it does by itself where nothing is quantized; a user
-    who has set ``enable_weights_track`` is asked for nothing. Loaders that know no such check are left alone."""
+    """Make vLLM refuse a checkpoint that lacks a dense weight, as it does by itself if nothing is quantized.
+
+    A user's own ``enable_weights_track`` is kept, and loaders without this check are left alone.
+    """
     load = config.load_config
     given = load.model_loader_extra_config
     if not isinstance(given, dict) or _TRACK in given:
@@ -279,6 +276,29 @@ def _ask_for_every_weight(config: VllmConfig) -> None:
         load.model_loader_extra_config = asked.model_loader_extra_config
 
 
+def name_every_place(model: Any) -> None:
+    """Have a model report each loaded weight by all names that it goes by, for the check of what was loaded.
+
+    vLLM's models of transformers have a layer's gate and shared experts in two places, and the check asks for one of
+    them. What lies in RoutedExperts is not asked for, as where nothing is quantized: experts are counted while they are
+    packed, and vLLM 0.32 leaves Laguna's bias of the router as it is.
+    """
+    load = model.load_weights
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if loaded is None:
+            return None
+        places: dict[int, set[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), set()).add(name)
+        routed = [(name, part) for name, part in model.named_modules() if isinstance(part, RoutedExperts)]
+        asked = {f"{name}.{own}" for name, part in routed for own, _ in part.named_parameters(recurse=False)}
+        return asked.union(loaded, *(names for names in places.values() if not names.isdisjoint(loaded)))
+
+    model.load_weights = load_weights
+
+
 def refuse_unsupported_features(config: VllmConfig) -> None:
     model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
     unsupported = {
@@ -286,10 +306,10 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
         "for instance q_proj k_proj v_proj o_proj.": _lora_may_reach_experts(config.lora_config),
         "prefill context parallelism is not supported, because a rank cannot tell which tokens of a step are its own; "
         "leave --prefill-context-parallel-size out.": parallel.prefill_context_parallel_size > 1,
-        "micro-batches that run at the same time are not supported, because layers have to come one after the other; "
+        "concurrent micro-batches are not supported, because layers must run in sequence; "
         "leave --enable-dbo and --ubatch-size out.": parallel.use_ubatching,
-        # vLLM's first executor for Ray, which 0.33 has no more, calls the model runner from its graphs.
-        "Ray's compiled graphs do not call the worker, so that it would not be known where a step begins; set "
+        # vLLM's first executor for Ray, removed in 0.33, calls the model runner from its graphs.
+        "Ray's compiled graphs do not call the worker, so the beginning of a step would not be known; set "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use --distributed-executor-backend mp.": (
             parallel.distributed_executor_backend == "ray"
             and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
@@ -298,8 +318,8 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
         '"enable_adaptive_verification": false in --speculative-config.': (
             getattr(drafts, "enable_adaptive_verification", False)
         ),
-        # That of multi-token prediction is in the checkpoint itself.
-        "a speculative draft model with experts that is a checkpoint of its own is not supported; use a dense draft "
+        # Multi-token prediction is in the checkpoint itself.
+        "a separate speculative draft model with experts is not supported; use a dense draft "
         "model, the model's own multi-token prediction (method mtp), or the method ngram in --speculative-config.": (
             drafted_by_experts(config)
             and (drafts.method != "mtp" or str(drafts.draft_model_config.model) != str(model.model))
@@ -313,7 +333,7 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
 
 
 def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
-    """vLLM wraps every layer unless target modules leave it out."""
+    """Return whether LoRA may reach experts: vLLM wraps every layer unless target modules exclude it."""
     return lora is not None and (lora.target_modules is None or any(map(_of_experts, lora.target_modules)))
 
 

@@ -1,4 +1,4 @@
-"""``--quantization dymoe``: what the checkpoint says, of options and of the method of every layer."""
+"""``--quantization dymoe``: the options of a checkpoint, and the method of every layer."""
 
 import contextlib
 import re
@@ -35,41 +35,44 @@ from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine, read_dtypes
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 from vllm_dymoe.vllm_plugin.threads import keep_to_quota
 
-_ANY_LAYER = 1 << 14  # more than a model has
+_ANY_LAYER = 1 << 14  # more than any model has
 _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 
 
 class DymoeConfig(QuantizationConfig):
     """Gives MoE layers our method, and leaves every other layer as the checkpoint has it.
 
-    ConfigError for a variant that cannot be read, or whose dense layers this vLLM cannot run.
+    ConfigError for an unsupported variant, or if this vLLM cannot run its dense layers.
     """
 
-    _dense: QuantizationConfig | None = None  # before it is set, QuantizationConfig sets what is asked of it
+    # A class attribute, because QuantizationConfig sets attributes before __init__ does.
+    _dense: QuantizationConfig | None = None
 
     def __init__(
         self,
         checkpoint: dict[str, Any] | None = None,  # its quantization_config, if it is ours
-        said: Mapping[str, Any] | None = None,  # that of another tool, which has quantized all or the other layers
-        dense: QuantizationConfig | None = None,  # what vLLM makes of that, by which it runs the other layers
-        refusal: str | None = None,  # why none of them may be quantized, if none may
+        said: Mapping[str, Any] | None = None,  # that of another tool, which has quantized all layers, or all others
+        dense: QuantizationConfig | None = None,  # vLLM's configuration for that, which runs the other layers
+        refusal: str | None = None,  # why none of them may be quantized; None if they may
     ) -> None:
         QuantizationConfig.__init__(self)
         self.checkpoint, self._said = checkpoint, said
-        self.loading: Loading | None = None  # until the first MoE layer is created, where the weights are
+        self.loading: Loading | None = None  # made with the first MoE layer, where the weights are
         self._options: Options | None = None
         self._modules: tuple[Sequence[ExpertModule] | None, Sequence[ExpertModule] | None] = None, None
         self._reader: Reader | None = None
         self._dense_refusal, self._dense = refusal, dense
 
     def __reduce__(self) -> Any:
-        """vLLM sends a configuration to its workers."""
+        """Support pickling, since vLLM sends a configuration to its workers."""
         return _received, (None if self._dense is None else type(self._dense), self.__dict__)
 
     @property
     def reader(self) -> Reader:
-        """Of the model's experts: those that another tool has quantized are taken as they are. ConfigError if they
-        cannot be read."""
+        """The reader for the model's experts; quantized experts of another tool keep their codes.
+
+        Raises ConfigError for an unsupported format.
+        """
         if self._reader is None:
             with _as_config_error():
                 ours = self.checkpoint is not None
@@ -78,30 +81,30 @@ class DymoeConfig(QuantizationConfig):
 
     @property
     def draft_reader(self) -> Reader:
-        """Of the experts of layers that propose tokens, which the tool may have quantized otherwise, or left alone."""
+        """The reader for experts of draft layers, which the tool may have quantized in another way, or not at all."""
         with _as_config_error():
             return make_reader(self._said, self._modules[1])
 
     def get_name(self) -> str:
-        """The checkpoint's method, where it has one: vLLM's models ask for it, to work around what its tools do."""
+        """Return the checkpoint's method, if it has one: vLLM's models check it to handle peculiarities of tools."""
         return "dymoe" if self._dense is None else self._dense.get_name()
 
     def __getattr__(self, name: str) -> Any:
-        """What vLLM's models read of the checkpoint's own configuration."""
+        """Return attributes of the checkpoint's own configuration, which vLLM's models read."""
         dense = self.__dict__.get("_dense")
         if dense is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return getattr(dense, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What vLLM's models change is the checkpoint's own configuration, by which it runs the other layers."""
+        """Set attributes of the checkpoint's own configuration, which runs the other layers."""
         dense = self.__dict__.get("_dense")
         own = dense is None or name in self.__dict__ or hasattr(DymoeConfig, name)
         (object.__setattr__ if own else setattr)(self if own else dense, name, value)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         if self._dense is None:
-            return [torch.bfloat16, torch.float16, torch.float32]  # the last is refused with a sentence of ours
+            return [torch.bfloat16, torch.float16, torch.float32]  # the last is refused with an error of ours
         return [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in self._dense.get_supported_act_dtypes()]
 
     @classmethod
@@ -127,10 +130,10 @@ class DymoeConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Our name for a checkpoint whose experts we read, if the user asks for us; ConfigError for any other."""
+        """Return our name for a supported checkpoint, if the user asks for it; ConfigError for any other."""
         if user_quant != "dymoe" or hf_quant_cfg.get("quant_method") == "dymoe":
             return None
-        # vLLM gives this very dictionary to from_config, and no more of the model.
+        # vLLM passes this very dictionary to from_config, and nothing else of the model.
         model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
         hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
         if rules := hf_quant_cfg.get("dynamic"):
@@ -140,7 +143,7 @@ class DymoeConfig(QuantizationConfig):
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
+        """Return our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
         from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod, loading_of
 
         if isinstance(layer, RoutedExperts):
@@ -166,11 +169,11 @@ class DymoeConfig(QuantizationConfig):
             check_dense(self._options, quantized=self._dense is not None)
         return self._options
 
-    # What vLLM tells a config is for the one of the dense layers.
+    # vLLM's calls on a quantization config are passed to that of the dense layers.
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
-        """Which layers vLLM has joined; models set and extend it."""
+        """Layers that vLLM has joined; models set and extend it."""
         return self._packed if self._dense is None else self._dense.packed_modules_mapping
 
     @packed_modules_mapping.setter
@@ -184,8 +187,10 @@ class DymoeConfig(QuantizationConfig):
             self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, model_name: str, **about: Any) -> None:
-        """Learn which experts the checkpoint has: rules are read by their names and by what their tensors are. What
-        cannot be read is refused later, by ``prepare``: vLLM would put its own words around an error from here."""
+        """Read the names and dtypes of the checkpoint's experts, by which rules are interpreted.
+
+        ``prepare`` reports unsupported ones later: vLLM would wrap an error from here in its own words.
+        """
         if self._dense is None or self._said is None:
             return
         revision, hf_config = about.get("revision"), about.get("hf_config")
@@ -201,27 +206,33 @@ class DymoeConfig(QuantizationConfig):
         return super().get_cache_scale_mapper() if self._dense is None else self._dense.get_cache_scale_mapper()
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Tensors that vLLM (0.32 and newer) leaves out: g_idx, but not that of experts, whose reader looks at it."""
+        """Return the tensors that vLLM (0.32 and newer) leaves out.
+
+        That is g_idx, except for experts, whose reader uses it.
+        """
         from vllm.model_executor.models.utils import WeightsMapper
 
         return WeightsMapper(orig_to_new_regex={_DENSE_G_IDX: None})
 
     def close(self) -> None:
-        """Give back what this rank has; see ``Loading.close``."""
+        """Free everything of this rank; see ``Loading.close``."""
         loading, self.loading = self.loading, None
         if loading is not None:
             loading.close()
 
     def loaded_model(self) -> RankServer:
-        """This rank; ConfigError if the model has no MoE layers on it."""
+        """Return this rank's server; ConfigError if the model has no MoE layers on it."""
         if self.loading is None or self.loading.rank_server is None:
             raise ConfigError("vllm-dymoe: this model has no MoE layers, so there is nothing to serve with dymoe.")
         return self.loading.rank_server
 
 
 def _shown_to_drafts(pattern: str) -> str:
-    """The same rule of GPTQ in words that vLLM does not look for: Qwen3.5's draft gets no quantization configuration at
-    all where a rule leaves out "mtp", so that its experts would not come to us and lie outside of the budget."""
+    """Return a GPTQ rule in a form in which vLLM does not find "mtp".
+
+    Qwen3.5's draft gets no quantization configuration at all if a rule excludes "mtp"; its experts would then not come
+    to us, and be outside of the budget.
+    """
     return pattern.replace("mtp", "mt[p]") if pattern.startswith("-:") else pattern
 
 
@@ -229,7 +240,7 @@ _JOINED: dict[type[QuantizationConfig], type[DymoeConfig]] = {}
 
 
 def _joined(dense: type[QuantizationConfig]) -> type[DymoeConfig]:
-    """Our configuration as an instance of the checkpoint's own class, which vLLM's models ask it for."""
+    """Return our configuration as a subclass of the checkpoint's own class, because vLLM's models check for that."""
     if dense not in _JOINED:
         _JOINED[dense] = type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
     return _JOINED[dense]
@@ -242,7 +253,7 @@ def _received(dense: type[QuantizationConfig] | None, state: dict[str, Any]) -> 
 
 
 def expert_width(config: VllmConfig) -> int | None:
-    """Width of one expert on one rank, as config.json says; None where it names none."""
+    """Return the width of one expert on one rank, according to config.json; None if it names none."""
     text = config.model_config.hf_text_config
     width = next((width for name in INTERMEDIATE if (width := getattr(text, name, None))), None)
     return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
@@ -255,12 +266,12 @@ def _ranks_of_an_expert(config: VllmConfig) -> int:
 def read_options(
     vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader = PLAIN_READER
 ) -> Options:
-    """The options for a checkpoint that is ours, another tool's, or not quantized; ConfigError if they are wrong."""
+    """Return the options for a checkpoint of ours, of another tool, or without quantization; ConfigError if invalid."""
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
     usual, _ = reader.usual
     if reader.held or reader.mixed:
-        # The packer checks what config.json does not say.
+        # The packer checks what config.json does not contain.
         columns = expert_width(vllm_config) or 0, _ranks_of_an_expert(vllm_config)
         sizes = store_group_sizes(usual, *columns) if usual.held else ()
         options = resolve_options(asked, {"hi": usual.bits, **({"group_size": sizes[0]} if sizes else {})})
@@ -271,18 +282,18 @@ def read_options(
                     own_sizes = store_group_sizes(own, *columns)
                     check_compatible(own, (own.bits,), own_sizes[0] if own_sizes else 0, *columns)
             return options
-    # Of several formats the dequantized weights are exact, and anything less has to be asked for.
+    # For several formats only dequantized weights are exact, so lower bits must be set explicitly.
     options = resolve_options(asked, {"hi": 16} if reader.mixed else checkpoint)
     if checkpoint is None and options.quantizer in CALIBRATED:
         raise ConfigError(
-            f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which there is none of while a model '
+            f'vllm-dymoe: quantizer "{options.quantizer}" needs a calibration, which does not exist while a model '
             "loads; write a checkpoint with `vllm-dymoe quantize --calibration FOLDER` and serve that."
         )
     for key, option in CHECKPOINT_OPTIONS.items():
         stored, wanted = (checkpoint or {}).get(key), getattr(options, option)
         if stored is not None and stored != wanted:
             raise ConfigError(
-                f"vllm-dymoe: {option} = {wanted} was asked for, but this checkpoint was written with "
+                f"vllm-dymoe: {option} is {wanted}, but this checkpoint was written with "
                 f"{option} = {stored}; leave the option out, or write the checkpoint again with `vllm-dymoe quantize`."
             )
     return options
@@ -297,13 +308,13 @@ def _as_config_error() -> Iterator[None]:
 
 
 def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | None]:
-    """vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if none may.
+    """Return vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if so.
 
-    vLLM 0.32 and newer refuse checkpoints whose columns are ordered before they look which layers are quantized. Where
-    only experts are, that order does not concern vLLM, which gets the configuration without it.
+    vLLM 0.32 and newer refuse checkpoints with reordered columns before they look which layers are quantized. If only
+    experts are quantized, that order does not concern vLLM, which gets the configuration without it.
     """
     if current_platform.is_cpu():
-        with contextlib.suppress(ImportError):  # older vLLMs have no such register: there its own kernels run
+        with contextlib.suppress(ImportError):  # older vLLMs have no such register: their own kernels run
             from vllm_dymoe.vllm_plugin.dense_kernels import register_kernels
 
             register_kernels()
@@ -325,17 +336,17 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
 def _dense_method(
     dense: QuantizationConfig, refusal: str | None, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """vLLM's method of a layer that is no expert; ConfigError for one that it would quantize against a refusal."""
+    """Return vLLM's method of a layer without experts; ConfigError if it would quantize despite a refusal."""
     method = dense.get_quant_method(layer, prefix)
     plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-    # What attention asks for is the scales of its cache.
+    # Attention asks for the scales of its cache.
     if refusal is not None and not plain and isinstance(layer, LinearBase | ParallelLMHead):
         raise ConfigError(refusal)
     return method
 
 
 def _name_in_vllm(config: Mapping[str, Any]) -> str:
-    """The method that vLLM makes of a quantization_config; ModelOpt's algorithms are several of them."""
+    """Return vLLM's name of a quantization_config's method; ModelOpt's algorithms are several methods."""
     if EXPERT_DTYPE in config:
         return "deepseek_v4_fp8"
     if config.get("quant_method") == "auto-round":
@@ -346,7 +357,7 @@ def _name_in_vllm(config: Mapping[str, Any]) -> str:
 
 
 def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A quantization_config as it would be if columns had been quantized as they come."""
+    """Return a quantization_config as if columns had been quantized in their own order."""
     plain = dict(config)
     if config.get("desc_act"):
         plain["desc_act"] = False

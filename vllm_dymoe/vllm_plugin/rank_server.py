@@ -13,6 +13,7 @@ from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
+from vllm_dymoe.vllm_plugin.expert_ids import own_ids
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
@@ -32,22 +33,28 @@ class RankServer:
         failures: StepFailures,
         predictor_observer: PredictorObserver,
         observation: Observation,
-        drafted: int = 0,  # tokens that speculative decoding adds to a request's one
+        drafted: int = 0,  # tokens that speculative decoding adds to each request's one
         training: ServedTraining | None = None,
     ) -> None:
         self.training = training
         self.server, self.step, self.failures = server, step, failures
         self.predictor_observer, self.observation = predictor_observer, observation
-        self.prompts: PromptTap | None = None  # for a policy that does not ask
+        self.prompts: PromptTap | None = None  # None if the policy does not use it
         takes = server.policy.prefetch is not None and server.policy.prefetch.takes_predictor
         if takes or server.policy.precision.heavy_hitters is not None:
             self.prompts = PromptTap(lambda: self.server.policy, step, drafted, self._predictor_asks)
-        self._decode: DecodeSteps | None = None
-        if server.small_batches is not None:
-            self._decode = DecodeSteps(server, server.small_batches.table, step, observation, 1 + drafted, self.prompts)
-        self._num_layers = len(server.experts.layers)  # without a draft's, which come later
+        self._drafted = drafted
+        self._decode = self._decode_steps()
+        self._num_layers = len(server.experts.layers)  # without a draft's, which are added later
         self._preemptions = Preemptions()
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
+
+    def _decode_steps(self) -> DecodeSteps | None:
+        """Return what runs the layers of device-planned steps; None if the host plans."""
+        if (small_batches := self.server.small_batches) is None:
+            return None
+        given = small_batches.table, self.step, self.observation, 1 + self._drafted, self.prompts
+        return DecodeSteps(self.server, *given)
 
     def _predictor_asks(self) -> bool:
         predictor = self.server.predictor
@@ -69,10 +76,7 @@ class RankServer:
         if training is not None and layer.position < self._num_layers and (capturing or step.phase is Phase.DECODE):
             training.see(layer.position, x, ids)
         if self._decode is not None:
-            here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
-            if self._decode.enter_layer(rows, capturing=capturing):
-                return self._decode.path.forward(layer.position, x, weights, here, layer.activation)
-            return self._decode.run_large(layer, x, weights, ids, here, capturing=capturing)
+            return self._decode.run(layer, x, weights, ids, capturing=capturing)
         if capturing:
             raise refused_capture(layer.name)
         phase, gathered = step.phase, None
@@ -83,7 +87,7 @@ class RankServer:
             x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
         elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
-        here = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+        here = own_ids(layer.expert_map, ids)
         draft = layer.position >= self._num_layers
         reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
         prompts = self.prompts if reads_prompts else None
@@ -99,7 +103,7 @@ class RankServer:
                     out = server.host_planned.forward(routing, layer.activation)
             else:
                 observers = () if draft else self.observation.observers
-                if observers:  # an expert that does not exist fails the step before they see it
+                if observers:  # an invalid expert id fails the step before they see it
                     routing.check(server.experts.num_experts)
                 for observer in observers:
                     if not observer.needs_actions:
@@ -109,6 +113,9 @@ class RankServer:
                     if observer.needs_actions:
                         observer.see(routing)
         except (TransferError, RoutingError) as error:
+            if isinstance(error, RoutingError) and layer.expert_map is not None:  # which has bounded the id
+                experts = len(layer.expert_map) - 3
+                error = RoutingError(error.layer, error.expert, experts, bounded=True)
             self._failed(error)
             out = torch.zeros_like(x)
         if gathered is not None:
@@ -122,8 +129,8 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
-        # Where ranks add up parts of the same experts, one that failed has learnt less than the others, and would give
-        # some experts another precision.
+        # If ranks add up parts of the same experts, one that failed has learnt less than the others, and would choose
+        # other precisions.
         if self.server.ranks_add_up and self.failures.any_new():
             self.server.start_over()
         self.server.host_planned.begin_step(self.step.phase)
@@ -132,7 +139,7 @@ class RankServer:
         return True
 
     def device_failure(self, step: int) -> str:
-        """Return why a step up to this number, if it has ended, failed on the device; empty if none did."""
+        """Return why a finished step up to this number failed on the device; empty if none did."""
         return "" if self._decode is None else self._decode.failure(step)
 
     @contextlib.contextmanager
@@ -140,51 +147,62 @@ class RankServer:
         """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
         self.step.begin_idle()
         self.server.host_planned.begin_step(self.step.phase)
+        if self._decode is not None:
+            self._decode.begin()
         try:
             yield
         finally:
+            if self._decode is not None:
+                self._decode.end()
+                self._decode.failure(self.step.number - 2)  # of steps that nobody asks about any more
             self.failures.finish(None)
 
     def end_model(self, runner: Any, scheduler_output: Any, output: Any) -> Any:
         """End a step's model; return its output, marked as failed if the step is."""
         failed = self.failures.sentence is not None
         if self._decode is not None:
-            self._decode.end()
+            self._decode.end_model()
+            if output is not None:
+                self._decode.end()
         for observer in self.observation.observers:
             observer.end_step(runner, scheduler_output, self.step.number, failed=failed)
         if self.training is not None and not failed and (better := self.training.end_step(self.step)) is not None:
             self._use(better)
-        return None if output is None else self.failures.finish(output)  # without one, sample_tokens comes next
+        return None if output is None else self.failures.finish(output)  # without an output, sample_tokens comes next
 
     def end_step(self, output: Any) -> Any:
-        """End a step after sampling; return its output as ``end_model`` does. Observers were told there."""
-        return output if self.step.warming_up else self.failures.finish(output)
+        """End a step after sampling, and return its output as ``end_model`` does."""
+        if self.step.warming_up:
+            return output
+        if self._decode is not None:
+            self._decode.end()
+        return self.failures.finish(output)
 
     def extend(self, server: ExpertServer) -> None:
-        """Append a draft's layers to the model's; the host plans in all of them."""
-        assert server.small_batches is None
-        self.server, self._decode = server, None
+        """Append a draft's layers to the model's."""
+        self.server = server
+        self._decode = self._decode_steps()
 
     def _use(self, predictor: TrainedPredictor) -> None:
-        """Ask what was trained here. Its network changes in place, so that it is put into service once."""
+        """Use a predictor that was trained here; its network changes in place, so one call suffices."""
         before = self.server.predictor
         asked = None if before is None else before.predictor
         if not (isinstance(asked, TrainedPredictor) and asked.network is predictor.network):
             self.server.use_predictor(predictor)
 
     def close(self) -> None:
-        """Shut down: end threads, free memory and descriptors, and write what is being recorded."""
+        """Shut down: stop threads, free memory and descriptors, and write recordings."""
         if self.observation.trace is not None:
             self.observation.trace.recorder.close()
         if self.training is not None:
             self.training.close()
         self.server.close()
-        vars(self).clear()  # closures that vLLM's layers were given go on naming this object, and would keep all of it
+        vars(self).clear()  # closures in vLLM's layers still refer to this object, and would keep all of it
 
     def _failed(self, error: TransferError | RoutingError) -> None:
         if not self.step.warming_up:
             self.failures.record(f"vllm-dymoe: {error}")
         elif self.failures.alone:
-            raise error  # the start ends with this sentence
+            raise error  # the start ends with this error
         else:
             logger.error("vllm-dymoe: %s", error)  # the other ranks wait for this one; the first step fails as well

@@ -2,7 +2,8 @@
 
 On CUDA vLLM makes a model in a memory pool, which it unmaps while the engine sleeps: at level 1 with a copy in host
 memory, at level 2 without. Slots are allocated outside of the pool and need no copy, since their bytes are in the
-store. So are the tables for device-side planning, whose values captured graphs go on reading after a sleep at level 2.
+store. So are the tables for device-side planning, whose values captured graphs continue to read after a sleep at level
+2.
 """
 
 import contextvars
@@ -27,7 +28,7 @@ def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
     device, context = torch.cuda.current_device(), contextvars.copy_context()
 
     def run() -> Made:
-        torch.cuda.set_device(device)  # a new thread begins on the first
+        torch.cuda.set_device(device)  # a new thread starts on the first
         return make()
 
     with ThreadPoolExecutor(1) as thread:
@@ -35,11 +36,11 @@ def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
 
 
 def check_reloading(config: VllmConfig, rank: RankServer | None, *, other: bool) -> None:
-    """Raise ConfigError for reloading weights, unless they are the served 16-bit ones, lost in a sleep at level 2.
+    """Raise ConfigError for reloading weights, except the served 16-bit ones after a sleep at level 2.
 
-    Experts stay as they are packed.
+    Experts stay packed as they are.
     """
-    why = "its experts are packed in a store; start again with the new checkpoint"
+    why = "its experts are packed in a store; restart the server with the new checkpoint"
     if not other:
         why = "" if rank is None else config.quant_config.loading.not_readable_again
     if why and config.model_config.quantization == "dymoe":

@@ -1,12 +1,14 @@
-"""The running step of a rank: which of its rows are requests' tokens, its phase, and the heavy hitters of its prompts.
+"""The running step of a rank.
+
+It knows which rows are tokens of requests, its phase, and the heavy hitters of its prompts.
 
 vLLM also runs the model without requests: to profile, compile, capture graphs and warm up kernels. Requests' steps come
 through the worker's wrapper, and nothing else does: a step begins there, and what runs outside of one is warm-up.
 
-Heavy hitters, the tokens of a prompt that attention concentrates on (DyMoE Eq. 1), are computed from queries and keys,
-since vLLM's attention kernels return no scores: the last queries of each prompt are scored once more. The result holds
+Heavy hitters, the tokens of a prompt that get most attention (DyMoE Eq. 1), are computed from queries and keys, since
+vLLM's attention kernels return no scores: the last queries of each prompt are scored once more. The result is valid
 until the next attention layer. Only keys of the running step are available, so attention is compared among the tokens
-of a chunk. Where an attention layer does not pass them (MLA), every token counts as a heavy hitter, and an expert's
+of a chunk. If an attention layer does not pass them (MLA), every token counts as a heavy hitter, and an expert's
 importance is its load, which the paper finds to follow its heavy hitters closely (3.3).
 """
 
@@ -26,19 +28,19 @@ from vllm_dymoe.planner.routing import Phase, PromptTokens
 from vllm_dymoe.policies import Policy
 
 _KEY, _MARKS = "vllm_dymoe.prompts", "vllm_dymoe.marks"
-WINDOW = 32  # last queries of a prompt that stand for all of them
+WINDOW = 32  # last queries of a prompt, which stand for all of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayer:
     """One MoE layer."""
 
-    name: str  # as vLLM calls it
+    name: str  # vLLM's name
     position: int  # among the model's MoE layers, from 0
     activation: Activation
     expert_map: torch.Tensor | None
-    """int [experts of all ranks + 1], this rank's number of each, -1 for another rank's, and at the end -1 for rows
-    whose expert is -1; None where the rank has all experts."""
+    """int [experts of all ranks + 3], this rank's number of each, -1 for another rank's, and what ``bounded_map``
+    appends; None where the rank has all experts."""
     weights_on_input: bool = False  # the router's weights multiply what experts read, and not what they give
     meets: bool = False  # tokens of all data-parallel ranks meet at this rank's experts
     part: int | None = None  # which of the step's rows a rank of tensor parallelism has; None where each has all
@@ -48,7 +50,7 @@ class RunningStep:
     """What one rank computes at the moment."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the last step that began; all ranks see the same steps, so they count alike
+        self.number = 0  # number of the last step; all ranks see the same steps, so they count alike
         self.longest = 0  # most tokens of one request in the step; 0 while vLLM warms up
         self.phase = Phase.DECODE  # also while vLLM warms up
         self.computed = dict.fromkeys(Phase, 0)  # requests' tokens since the start: of prompts, and decoded or drafted
@@ -60,16 +62,17 @@ class RunningStep:
 
     @property
     def tokens(self) -> int:
-        """Number of rows that requests asked for, which come first; 0 while vLLM warms up.
+        """Number of rows that belong to requests, which come first; 0 while vLLM warms up.
 
-        Computed anew each time: drafts that a GPU's n-grams did not find are removed after the step has begun.
+        It is not cached: drafts that a GPU's n-grams did not find are removed after the step has begun.
         """
         return 0 if self._scheduled is None else int(self._scheduled.total_num_scheduled_tokens)
 
     def begin(self, scheduler_output: Any) -> None:
-        """Begin a step of at least one token. It is a prefill if a request computes several tokens that are not drafts.
+        """Begin a step of at least one token.
 
-        So it is if a request computes a prompt token: chunks or a cached prefix may have left a single one.
+        It is a prefill if a request computes several tokens that are not drafts, or a prompt token: chunks or a cached
+        prefix may have left a single one.
         """
         drafted = scheduler_output.scheduled_spec_decode_tokens
         counts = scheduler_output.num_scheduled_tokens.items()
@@ -88,7 +91,7 @@ class RunningStep:
         self.phase = Phase.PREFILL if prompts else Phase.DECODE
 
     def begin_idle(self) -> None:
-        """Begin a step in which only other data-parallel ranks have tokens; they count it, too."""
+        """Begin a step in which only other data-parallel ranks have tokens; it is counted, too."""
         self.number += 1
         self._scheduled = SchedulerOutput.make_empty()
 
@@ -97,16 +100,16 @@ class RunningStep:
 
     def real(self, rows: int) -> int:
         """Return how many of a layer's rows are tokens; the others, after them, pad a captured graph's batch."""
-        scheduled = self._scheduled  # and not the properties: this is asked in every layer
+        scheduled = self._scheduled  # not the properties, because this is called in every layer
         return rows if scheduled is None else min(rows, int(scheduled.total_num_scheduled_tokens))
 
 
 @dataclass
 class _Prompts:
-    """The prompts of one forward of the model."""
+    """The prompts in one forward of the model."""
 
     spans: list[tuple[int, int]]  # rows of each prompt
-    heavy: torch.Tensor | None = None  # bool [tokens], as the last attention layer left it; None before the first
+    heavy: torch.Tensor | None = None  # bool [tokens], as the last attention layer set it; None before the first
     rows: torch.Tensor | None = None  # bool [tokens], the spans as a mask; None before the first MoE layer
 
 
@@ -115,17 +118,20 @@ class PromptTap:
 
     def __init__(
         self,
-        policy: Callable[[], Policy],  # the one in force
+        policy: Callable[[], Policy],  # returns the policy in force
         step: RunningStep,
-        drafted: int = 0,  # tokens that speculative decoding adds to a request's one; a longer query is a prompt's
-        asked: Callable[[], bool] = lambda: False,  # whether something else asks for the prompts at the moment
+        drafted: int = 0,  # tokens that speculative decoding adds to each request's one; longer queries are prompts
+        asked: Callable[[], bool] = lambda: False,  # whether something else needs the prompts now
     ) -> None:
         self._policy, self._asked = policy, asked
         self._step = step
         self._longest_decode = 1 + drafted
 
     def attend(self, layer: Any, query: torch.Tensor, key: torch.Tensor | None) -> None:
-        """See the queries [rows, heads, dim] and keys [rows, kv_heads, dim] of an attention layer, padding included."""
+        """Take the queries and keys of an attention layer, padding included.
+
+        Shapes are [rows, heads, dim] and [rows, kv_heads, dim].
+        """
         share = self._share
         prompts = self.running() if share is not None and share < 1 else None
         if share is None or prompts is None or not prompts.spans or key is None or key.shape[0] != query.shape[0]:
@@ -142,7 +148,10 @@ class PromptTap:
             mark_heavy_hitters(mass, share, prompts.heavy[first:last])
 
     def tokens(self, count: int, device: torch.device) -> PromptTokens | None:
-        """Return the prompt tokens among a MoE layer's; None without any, if no policy asks, or for part of a step."""
+        """Return the prompt tokens among a MoE layer's tokens.
+
+        None if there are none, if no policy needs them, or for part of a step.
+        """
         prompts = self.running() if self._share is not None or self._asked() else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
@@ -160,17 +169,18 @@ class PromptTap:
         return self._policy().precision.heavy_hitters is not None and len(self._policy().precision.precisions) > 1
 
     def marks(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """Return what :meth:`tokens` does without waiting for the device: int8 [rows], 2 for heavy hitters, 1 for
-        others.
+        """Return :meth:`tokens` as marks, without waiting for the device.
 
-        None in a step that only decodes, or if the policy does not ask.
+        Marks are int8 [rows]: 2 for heavy hitters, 1 for others.
+
+        None in a step that only decodes, or if the policy does not need them.
         """
         share = self._share if self.asks else None
         if share is None or self._step.phase is not Phase.PREFILL or self._step.real(rows) != self._step.tokens:
             return None
         context = get_forward_context()
         found = context.additional_kwargs.get(_MARKS)
-        if found is None or share < 1:  # which attention changes in every layer
+        if found is None or share < 1:  # attention changes it in every layer
             metadata, places = _described(context.attn_metadata), torch.arange(rows, device=device)
             if metadata is None:
                 return None
@@ -203,11 +213,11 @@ class PromptTap:
     def _find(self, attention: Any) -> _Prompts:
         metadata, tokens = _described(attention), self._step.tokens
         starts = [] if metadata is None else metadata.query_start_loc.tolist()
-        bounds = itertools.pairwise(min(place, tokens) for place in starts)  # requests too may be padding
+        bounds = itertools.pairwise(min(place, tokens) for place in starts)  # requests may be padding, too
         return _Prompts([(first, last) for first, last in bounds if last - first > self._longest_decode])
 
 
 def _described(attention: Any) -> Any:
-    """Return what an attention layer is told of the step's requests; None if there is no attention layer."""
+    """Return the attention metadata of the step's requests; None if there is no attention layer."""
     layers = attention[0] if isinstance(attention, list) else attention or {}
     return next((told for told in layers.values() if getattr(told, "query_start_loc", None) is not None), None)

@@ -1,4 +1,4 @@
-"""How many threads torch, and with it the native library, uses in a worker on a CPU."""
+"""The number of threads that torch, and with it the native library, uses in a worker on a CPU."""
 
 import os
 
@@ -9,11 +9,11 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 def keep_to_quota(device_type: str, ranks: int) -> None:
-    """Have this thread's torch use no more threads than a container's ``cpu.max`` leaves to each rank of a machine.
+    """Limit this thread's torch to the threads that a container's ``cpu.max`` leaves to each rank of a machine.
 
-    vLLM starts a thread for each core that it may run on, and a container that has used up its share of a period stands
-    still until the next one. Nothing changes where the user has said how many: VLLM_CPU_OMP_THREADS_BIND names cores,
-    or is "nobind" with OMP_NUM_THREADS. (Without it vLLM itself sets OMP_NUM_THREADS in each worker.)
+    vLLM starts a thread for each core that it may run on, and a container that has used up its share of a period stalls
+    until the next one. A user's own setting is kept: VLLM_CPU_OMP_THREADS_BIND names cores, or is "nobind" with
+    OMP_NUM_THREADS. (Without it vLLM itself sets OMP_NUM_THREADS in each worker.)
     """
     binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     said = binding != "auto" and (binding != "nobind" or "OMP_NUM_THREADS" in os.environ)
@@ -21,4 +21,4 @@ def keep_to_quota(device_type: str, ranks: int) -> None:
     threads = max(1, usable_cores(before * ranks) // ranks)
     if device_type == "cpu" and not said and threads < before:
         torch._C.set_num_threads(threads)  # vLLM's CPU worker replaces torch.set_num_threads
-        logger.info("vllm-dymoe: %d threads in place of %d, as the container's cpu.max allows", threads, before)
+        logger.info("vllm-dymoe: %d threads instead of %d, because of the container's cpu.max", threads, before)

@@ -1,4 +1,4 @@
-"""The predictor that a rank trains while it serves: from which steps, for whom, and when it is written."""
+"""Trains a rank's predictor while it serves: which steps count, who uses it, and when it is written."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -23,26 +23,26 @@ class ServedTraining:
     Args:
         online: sums, candidate and network.
         model: for the file's card.
-        gates: those of the model once they were checked; empty before, and if they cannot be used.
-        file: where the network goes; None on ranks that train what another one writes.
+        gates: returns the model's gates once they were checked; empty before, and if they cannot be used.
+        file: where the network is written; None on ranks that train the same as another.
     """
 
     def __init__(
         self, online: OnlineTraining, model: ModelIdentity, gates: Callable[[], Sequence[Gate]], file: Path | None
     ) -> None:
         self.online, self.file, self._model, self._gates = online, file, model, gates
-        self._written = 0  # verdicts that the file knows
+        self._written = 0  # number of verdicts in the file
         self._writing = threading.Lock()
-        # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
+        # vLLM's workers are children of multiprocessing, which does not call atexit's functions at their end.
         self._at_exit = Finalize(self, self.close, exitpriority=10)
 
     def see(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> None:
         self.online.see(layer, x, experts)
 
     def end_step(self, step: RunningStep) -> TrainedPredictor | None:
-        """A step has run without a failure; returns a predictor if one became better than what was there before.
+        """Learn from a step that ran without a failure; return a predictor if one became better than the one in use.
 
-        Only steps that decode count: the predictor is asked in no others, and the first rows of prompts are all alike.
+        Only decode steps count: the predictor is used in no others, and the first rows of prompts are all alike.
         """
         gates = self._gates()
         if step.phase is not Phase.DECODE or not step.tokens or not gates:
@@ -52,14 +52,14 @@ class ServedTraining:
         for verdict in online.verdicts[judged:]:
             candidate, before, gate = verdict.accuracy
             logger.info(
-                "vllm-dymoe: a predictor trained on %d tokens names %.1f %% of the experts of %d later ones, the next "
-                "layer's gate %.1f %%, the predictor before it %.1f %% (layers %d to %d): it is %s.",
+                "vllm-dymoe: a predictor trained on %d tokens predicts %.1f %% of the experts of %d later ones, the "
+                "next layer's gate %.1f %%, the predictor before it %.1f %% (layers %d to %d): it is %s.",
                 verdict.trained_on, 100 * candidate, verdict.judged_on, 100 * gate, 100 * before,
                 verdict.layers.start, verdict.layers.stop - 1, "adopted" if verdict.adopted else "not adopted",
             )  # fmt: skip
         if not better:
             return None
-        # Now, because a worker may be killed; in a thread, because a step must not wait for a disk.
+        # Written now, because a worker may be killed; in a thread, because a step must not wait for a disk.
         threading.Thread(target=self._save_or_warn, name="vllm-dymoe predictor", daemon=True).start()
         return self.predictor()
 
@@ -69,7 +69,7 @@ class ServedTraining:
         return TrainedPredictor(network, self.online.sizes.top_k, make_side_stream(network.tables.device))
 
     def save(self) -> bool:
-        """Write the network if it has become better since the last time; whether there is one in the file."""
+        """Write the network if it has improved since the last time; return whether the file has one."""
         if self.file is None or not self.online.trained:
             return False
         with self._writing:
@@ -85,7 +85,7 @@ class ServedTraining:
             logger.warning("vllm-dymoe: %s", error)
 
     def report(self) -> dict[str, Any]:
-        """Write the file, and say what training has come to; PredictorError if it cannot be written."""
+        """Write the file, and return the state of training; PredictorError if it cannot be written."""
         written, metrics = self.save(), self.online.card(self._model, version()).metrics
         found: dict[str, Any] = {"file": None if self.file is None else str(self.file)}
         found |= {"written": written, "tokens": self.online.tokens}
@@ -94,6 +94,6 @@ class ServedTraining:
         return found
 
     def close(self) -> None:
-        """The engine shuts down: write what there is."""
-        self._at_exit.cancel()  # which keeps this object alive
+        """Write the file when the engine shuts down."""
+        self._at_exit.cancel()  # it keeps this object alive
         self._save_or_warn()

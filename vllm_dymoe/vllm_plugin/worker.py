@@ -13,10 +13,10 @@ from vllm_dymoe.vllm_plugin.rank_server import RankServer
 
 
 class DymoeWorkerExtension:
-    """vLLM mixes this class into its worker; each method runs on every rank, between two steps."""
+    """A mixin for vLLM's worker; each method runs on every rank, between two steps."""
 
     def dymoe_stats(self) -> dict[str, Any]:
-        """A :class:`~vllm_dymoe.server.stats.ServerStats` as data, since the first request."""
+        """Return a :class:`~vllm_dymoe.server.stats.ServerStats` as data, counted since the first request."""
         return _server(self).stats().to_dict()
 
     def dymoe_reset_stats(self) -> None:
@@ -25,9 +25,9 @@ class DymoeWorkerExtension:
     def dymoe_resize(
         self, expert_budget: str | int | float | None = None, host_memory: str | int | float | None = None
     ) -> dict[str, Any]:
-        """Change ``expert_budget`` and ``host_memory``; what is smaller starts empty and gives memory back.
+        """Change ``expert_budget`` and ``host_memory``; a smaller cache starts empty and frees memory.
 
-        Returns ``dymoe_stats``, and ``free_device_bytes``. ValueError if it cannot be had; the old one stays.
+        Returns ``dymoe_stats``, and ``free_device_bytes``. On a ValueError the old values stay.
         """
         server = _server(self)
         if host_memory is not None:
@@ -37,9 +37,11 @@ class DymoeWorkerExtension:
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}
 
     def dymoe_precision(self, /, **changes: Any) -> dict[str, Any]:
-        """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy, from the next step on.
+        """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy.
 
-        Returns what is in force now. ValueError if a value cannot be honoured; all stays as it was.
+        The change applies from the next step on.
+
+        Returns what is in force now. On a ValueError nothing changes.
         """
         server = _server(self)
         if changes:
@@ -52,21 +54,24 @@ class DymoeWorkerExtension:
         return live_state(rank.server, rank.step.computed)
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
-        """What a calibration of this model is about; None on all ranks but the one that records."""
+        """Return the description of a calibration of this model; None on all ranks except the one that records."""
         return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
-        """Record what experts read in the next tokens as one part of a calibration; returns what went wrong."""
+        """Record the experts' inputs of the next tokens as one part of a calibration.
+
+        Return an error message or None.
+        """
         rank = _rank(self)
         if rank.server.small_batches is not None:
-            return 'the device plans about experts in decode, and keeps no inputs; start with planning "host"'
+            return 'the device plans decode steps, and keeps no inputs; start with planning "host"'
         return _problem(lambda: rank.observation.record(Path(path), tokens))
 
     def dymoe_record_end(self) -> str | None:
         return _problem(_rank(self).observation.end_record)
 
     def dymoe_trace(self) -> dict[str, Any] | None:
-        """Write what has been recorded so far, and say where and how much; None on a rank that records nothing."""
+        """Write what has been recorded so far, and return where and how much; None on a rank that records nothing."""
         trace = _rank(self).observation.trace
         if trace is None:
             return None
@@ -79,7 +84,7 @@ class DymoeWorkerExtension:
         """Write the predictor that is trained while serving, if it has become better than the next gate.
 
         Returns its file, whether it was written, the tokens seen, and once there is one the share of experts that it
-        and the next gate name, on tokens that it was not trained on; None without ``train_predictor``. ValueError if
+        and the next gate predict, on tokens that it was not trained on; None without ``train_predictor``. ValueError if
         the file cannot be written.
         """
         training = _rank(self).training
@@ -104,7 +109,7 @@ def _server(worker: Any) -> ExpertServer:
 
 
 def _problem(action: Callable[[], None]) -> str | None:
-    """What went wrong: an exception would reach the caller as another one."""
+    """Return the message of an error of ours: an exception would reach the caller as another one."""
     try:
         action()
     except CalibrationError as error:

@@ -1,1 +1,1 @@
-"""The parts of `make gpu`: each is a module with `run(record)`, and runs in a process of its own."""
+"""The parts of `make gpu`: each is a module with `run(record)`, and runs in its own process."""

@@ -1,4 +1,4 @@
-"""Steps of a stack that the device plans: narrow or wide, launched or as one graph."""
+"""Device-planned steps of a stack: small or large batches, launched or as one graph."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ from vllm_dymoe.server import ExpertServer
 def server_of(
     stack: Stack, store: Any, bits: int, budget: str, kind: type[Exact] = Exact, **options: Any
 ) -> ExpertServer:
-    """A server whose device decides."""
+    """Return a server with device-side planning."""
     return stack.server(store, bits, budget=budget, policy=kind(look_ahead=0), planning="device", **options)
 
 
 class DevicePlannedSteps:
-    """Steps of a fixed number of tokens, captured once, or launched anew.
+    """Steps of a fixed number of tokens, captured once, or launched each time.
 
     Args:
         stack: gates.
-        server: whose device decides.
+        server: with device-side planning.
         tokens: of a step.
-        launched: each step is launched, and no graph of one is replayed.
-        wide: by the launches of a large-batch step.
+        launched: launch each step, instead of replaying a graph.
+        large: as a large-batch step.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class DevicePlannedSteps:
         self._stack, self._server, self._path = stack, server, server.small_batches
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
-        self._path.tell(0)  # the step before a capture, and on a host the capture itself, change nothing
+        self._path.tell(0)  # the step before a capture, and on a host the capture itself, must not change anything
         self._replay = self._launch if launched else captured(self._launch).replay
         self._path.tell(tokens)
 
     def step(self, x: Tensor) -> list[Seen]:
-        """Replay; what is seen stays where it is, and the next step writes over it."""
+        """Replay a step; what is seen stays in place, and the next step overwrites it."""
         self._x.copy_(x)
         self._replay()
         return self._seen

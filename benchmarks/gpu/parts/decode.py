@@ -97,8 +97,9 @@ def run(record: Recorder) -> None:
         record.say("Left out: the CPU queue, since the native library was not built here.")
     else:
         for spins in (False, True):
-            with record.check(f"the CPU queue could be measured with threads that {_of(spins)}"), _threads(spins):
-                measure_cpu_queue(record, machine, store, stack, f"threads that {_of(spins)}")
+            how = f"threads that {_of(spins)}"
+            with record.check(f"the CPU queue could be measured with {how}") as wrong, _threads(spins):
+                wrong += measure_cpu_queue(record, machine, store, stack, how)
     store.close()
     _profile(record)
 

@@ -1,8 +1,8 @@
-"""vLLM itself, where it is installed: the same answers with CUDA graphs and without, and at both budgets.
+"""vLLM itself, if installed: the same answers with CUDA graphs and without, and at both budgets.
 
-All engines compile the same code, and the first batches have exactly the sizes that graphs are captured for: where
-nothing is padded and nothing is compiled otherwise, there is no reason for a single bit to differ. Behind them a batch
-fills up a graph, and a prompt arrives while others decode; these are compared between budgets.
+All engines compile the same code, and the first batches have exactly the sizes for which graphs are captured: without
+padding and other compilations there is no reason for a single bit to differ. Later a batch fills a graph only partly,
+and a prompt arrives while others decode; these are compared between budgets.
 """
 
 import importlib.util
@@ -33,11 +33,13 @@ BATCH = 4
 ALONE, PADDED = 2, 3
 NEW_TOKENS = 24
 SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
-"""Of the engine, beside what makes answers comparable. Engines lie side by side on the card, and measure nothing."""
+"""Engine arguments, in addition to what makes answers comparable. Engines run concurrently on the card, and measure
+nothing.
+"""
 
 
 def run(record: Recorder) -> None:
-    """Every engine in a process of its own, side by side: most of their time passes in compiling."""
+    """Run every engine in its own process, concurrently: most of their time is spent compiling."""
     if importlib.util.find_spec("vllm") is None:
         record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
@@ -53,7 +55,7 @@ def run(record: Recorder) -> None:
                     answers[graphs][BUDGETS[1]], answers[graphs][BUDGETS[0]], f"graphs {graphs}, 25 %"
                 )
                 if found["misses"] == 0:
-                    wrong.append("no expert was fetched at 25 %, so that this says nothing")
+                    wrong.append("no expert was fetched at 25 %, so this check proves nothing")
     with record.check("the same answers with graphs as without") as wrong:
         for graphs in [name for name, (_, more) in GRAPHS.items() if name != "off" and not more]:
             for budget in BUDGETS:
@@ -64,7 +66,7 @@ def run(record: Recorder) -> None:
 
 @contextmanager
 def started(**settings: Any) -> Iterator[Any]:
-    """vLLM's engine in this process, which knows the package of a checkout; its stores last as long."""
+    """Context with vLLM's engine in this process, which finds the package of a checkout; its stores last as long."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as stores:
         os.environ["DYMOE_STORE_DIR"] = stores
@@ -79,7 +81,7 @@ def started(**settings: Any) -> Iterator[Any]:
 
 
 def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One engine's greedy tokens and their log-probabilities, at both budgets."""
+    """Return one engine's greedy tokens and their log-probabilities, at both budgets."""
     from vllm import SamplingParams
 
     graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]}
@@ -105,7 +107,7 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]:
-    """Answers to requests of which the last one's prompt is read while the others decode."""
+    """Return answers to requests, when the last one's prompt is read while the others decode."""
     done: dict[str, Any] = {}
     for number, prompt in enumerate(prompts):
         if number == len(prompts) - 1:
@@ -118,7 +120,7 @@ def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]
 
 
 def _differences(ours: list[Any], theirs: list[Any], name: str) -> list[str]:
-    """Where tokens or their log-probabilities differ first, as sentences."""
+    """Return as sentences where tokens or their log-probabilities differ first."""
     wrong = []
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for position, (a, b) in enumerate(zip(one, other, strict=True)):

@@ -1,4 +1,4 @@
-"""Steps that the device plans, replayed as a graph, compute what the host's compute."""
+"""Checks that device-planned steps, replayed as a graph, compute what host-planned steps do."""
 
 from layers import Model
 from record import Recorder
@@ -14,7 +14,7 @@ STEPS = 12
 
 
 def run(record: Recorder) -> None:
-    """Small-batch steps, then large ones in both forms."""
+    """Check small-batch steps, then large ones in both forms."""
     store = pinned_store(MODEL, BITS)
     for budget in ("100%", "50%", "minimum"):
         name = f"decode steps that the device plans at {budget}"
@@ -29,7 +29,7 @@ def run(record: Recorder) -> None:
 
 
 def _check_decided(store: HostStore, budget: str, tokens: int = 0, launched: bool = False) -> list[str]:
-    """Small-batch steps as one graph; large ones of so many tokens in the form that is given."""
+    """Check small-batch steps as one graph, or large ones of ``tokens`` tokens in the given form."""
     stack = Stack(MODEL, exact=True)
     host, device = stack.server(store, BITS[0]), server_of(stack, store, BITS[0], budget)
     replayed, wrong = DevicePlannedSteps(stack, device, tokens or BATCH, launched=launched, large=tokens > 0), []

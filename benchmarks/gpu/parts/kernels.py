@@ -1,4 +1,4 @@
-"""Every variant of the kernels compared with float64 on the CPU."""
+"""Compares every variant of the kernels with float64 on the CPU."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ from vllm_dymoe.kernels.triton import (
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BITS = (16, 4), (8, 2)
-"""Of experts that share a launch; with all four a kernel takes not 5 to 18 but 40 seconds to compile."""
+"""Encodings of experts that share a launch; with all four a kernel takes 40 seconds to compile instead of 5 to 18."""
 DEVICE = "cuda"
 COUNTS = (1, 2, 3, 40, 200)
 """Tokens of experts in one call: decoded ones, and every class of grouped ones."""
@@ -51,7 +51,7 @@ DECODE_CASES = (
 
 
 def run(record: Recorder) -> None:
-    """Compile side by side, which takes longer than computing."""
+    """Compile concurrently, which takes longer than computing."""
     pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"))
     with pool, record.check("every variant agrees with float64, repeats its bits, and fetches true bytes") as wrong:
         found = [pool.submit(check_forward, *case, bits) for case in FORWARD_CASES for bits in BITS]
@@ -60,13 +60,16 @@ def run(record: Recorder) -> None:
 
 
 def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMatrix], torch.Tensor]:
-    """Random matrices on the CPU, and their packed expert."""
+    """Return random matrices on the CPU, and their packed expert."""
     matrices = [random_packed(fmt, 3 * seed + number) for number, fmt in enumerate(shape.formats(bits))]
     return matrices, torch.cat([section_of(packed) for packed in matrices])
 
 
 def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequence[int]) -> list[str]:
-    """Steps of a TritonKernel with every precision and class of tokens in one call; what is wrong, as sentences."""
+    """Return what is wrong with steps of a TritonKernel, as sentences.
+
+    Every precision and class of tokens occurs in one call.
+    """
     dtype, hidden = shape.dtype, shape.hidden
     wrong = []
     kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in precisions])
@@ -91,12 +94,12 @@ def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequen
     for part in work:  # one at a time: the same bits
         compute_experts(kernel, x.to(DEVICE), [part], again, activation)
     if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
-        wrong.append(f"forward {shape}: experts one at a time give other bits than together")
+        wrong.append(f"forward {shape}: experts one at a time give different bits than together")
     return wrong
 
 
 def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]) -> list[str]:
-    """The weighted sum, split, in one launch, many times the same; and fetching through from pinned memory."""
+    """Check the weighted sum, split, in one launch, repeated; and fetching through from pinned memory."""
     wrong = []
     hidden_size, intermediate = DECODED
     shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)
@@ -141,5 +144,5 @@ def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]
     if not all(torch.equal(slot, packed_bytes) for slot, packed_bytes in zip(slots, slices, strict=True)):
         wrong.append(f"{name}: a slot does not hold the source's bytes")
     if not torch.equal(fetched, run(table=table_of_slices(shape, targets, precisions, DEVICE), work=whole)):
-        wrong.append(f"{name}: fetching through gives other bits than a launch from the slot")
+        wrong.append(f"{name}: fetching through gives different bits than a launch from the slot")
     return wrong

@@ -1,4 +1,4 @@
-"""What this machine is, by its own words."""
+"""Describes this machine."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from record import Recorder
 
 
 def run(record: Recorder) -> None:
-    """Card, driver and versions."""
+    """Record card, driver and versions."""
     with record.check("torch finds a CUDA device, and it computes") as wrong:
         if not torch.cuda.is_available():
             wrong.append("torch finds no CUDA device here, so there is nothing to check")
@@ -38,14 +38,14 @@ def run(record: Recorder) -> None:
 
 
 def _driver() -> str:
-    """Version of the kernel's driver, by its own file."""
+    """Return the version of the kernel's driver, from its own file."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split() if file.is_file() else []
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
 
 
 def _version_of_vllm() -> str | None:
-    """Without importing it, which takes seconds."""
+    """Return vLLM's version without importing it, which takes seconds."""
     if importlib.util.find_spec("vllm") is None:
         return None
     found = importlib.metadata.packages_distributions().get("vllm")

@@ -1,4 +1,4 @@
-"""The server on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are right."""
+"""The server on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are correct."""
 
 import tempfile
 from pathlib import Path
@@ -17,18 +17,18 @@ MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group
 PRECISIONS = {"4": (4, 0), "4/2": (4, 2), "16": (16, 0)}
 BUDGETS = ("minimum", "25%", "50%", "100%")
 TOKENS = (1, 1, 2, 70, 1, 1, 300, 5, 1, 1, 17, 1)
-"""Of each step: decode, of a few requests, and prefill."""
-# bf16 rounds what is relative 2^-8: a tile's dequantized weight, the inner activation, the result, the weighted sum.
+"""Tokens of each step: decode, of a few requests, and prefill."""
+# bf16 rounds with a relative error of 2^-8: a tile's dequantized weight, the inner activation, the result, the weighted
+# sum.
 TOLERANCE = 2e-2
 HELD_BACK = 20_000_000
-"""Cycles, about ten milliseconds, that the card stands still in each layer while the host runs ahead."""
+"""Cycles, about ten milliseconds, for which the card is stalled in each layer while the host runs ahead."""
 BUSY_BYTES = 128 << 20
-"""Copied in each layer, before what it needs."""
+"""Bytes copied in each layer, before what it needs."""
 
 
 def run(record: Recorder) -> None:
-    """All precisions; the file store and the held-back card with two precisions, which is the case with most to get
-    wrong."""
+    """Run all precisions; the file store and the stalled card with two precisions, the case with most risks."""
     stack = Stack(MODEL, exact=True)
     steps = [stack.inputs(tokens, seed) for seed, tokens in enumerate(TOKENS)]
     for name, (high, low) in PRECISIONS.items():
@@ -67,7 +67,7 @@ def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list
 def _check_timing(
     record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], high: int, low: int
 ) -> None:
-    """A wait that is missing shows only where the other side is slow."""
+    """Check timing: a missing wait shows only if the other side is slow."""
     busy = torch.zeros(BUSY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(BUSY_BYTES, dtype=torch.uint8, device=DEVICE)
     side = torch.cuda.Stream()
@@ -88,7 +88,7 @@ def _check_timing(
 
 
 def compare(stack: Stack, server: ExpertServer, steps: list[Tensor], want: list[Seen], name: str) -> list[str]:
-    """What differs, as sentences; and whether the run put to the test what it should."""
+    """Return differences as sentences, and whether the run tested what it should."""
     got = _compute(stack, server, steps)
     wrong = [
         f"{name}: {len(one.x)} tokens of layer {one.layer} have other bits"
@@ -97,12 +97,12 @@ def compare(stack: Stack, server: ExpertServer, steps: list[Tensor], want: list[
     ]
     stats = server.stats()
     if stats.misses < MODEL.layers:
-        wrong.append(f"{name}: only {stats.misses} experts were fetched, so that this says nothing")
+        wrong.append(f"{name}: only {stats.misses} experts were fetched, so this check proves nothing")
     return wrong[:3] + ([f"{name}: and {len(wrong) - 3} more"] if len(wrong) > 3 else [])
 
 
 def _compute(stack: Stack, server: ExpertServer, steps: list[Tensor]) -> list[Seen]:
-    """All steps one behind the other, as fast as the host can; it looks at results only at the end."""
+    """Run all steps as fast as the host can, and read results only at the end."""
     seen: list[Seen] = []
     for x in steps:
         seen += stack.step(server, x)

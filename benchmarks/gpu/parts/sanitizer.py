@@ -1,4 +1,4 @@
-"""A short program under NVIDIA's compute-sanitizer, where it is."""
+"""Runs a short program under NVIDIA's compute-sanitizer, if it is available."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ from record import Recorder
 from parts.stack import Stack, pinned_store
 
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
-"""Tools and their options: torch asks the driver for functions that it may not have, which is no error of ours."""
+"""Tools and their options; torch asks the driver for functions that it may not have, which is no error of ours."""
 LIMIT = 100.0
-"""Seconds for each tool, which makes a program 10 to 100 times as slow."""
+"""Seconds for each tool, which makes a program 10 to 100 times slower."""
 NOTHING = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards"
 """The last line of a tool that found nothing."""
 MODEL = Model(layers=2, experts=4, top_k=2, hidden=136, intermediate=72, group=32)
@@ -23,22 +23,21 @@ TOKENS = (1, 40, 2)
 
 
 def short(record: Recorder) -> None:
-    """Both precisions, decode and grouped launches, transfers into slots in use again and again: what a sanitizer
-    sees."""
+    """Run both precisions, decode and grouped launches, and transfers into reused slots under a sanitizer."""
     with record.check("a few steps at the smallest budget") as wrong:
         store, stack = pinned_store(MODEL, (4, 2)), Stack(MODEL, exact=True)
         server = stack.server(store, 4, 2, "minimum", "next-gate")
         for seed, tokens in enumerate(TOKENS):
             out = stack.step(server, stack.inputs(tokens, seed))[-1].out
             if not out.isfinite().all():
-                wrong.append(f"{tokens} tokens: something is no number")
+                wrong.append(f"{tokens} tokens: an output is not a number")
         torch.cuda.synchronize()
         server.check_integrity()
         server.close()
 
 
 def find() -> str | None:
-    """The program, on the path or in a CUDA toolkit."""
+    """Return the program, from the path or a CUDA toolkit."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(home) / "bin") for home in [*homes, "/usr/local/cuda"] if home]
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
@@ -62,9 +61,10 @@ def run(record: Recorder) -> None:
 
 
 def _run(under: list[str]) -> list[str]:
-    """What is wrong, as sentences."""
+    """Return what is wrong, as sentences."""
     folder = Path(tempfile.mkdtemp(prefix="dymoe-sanitizer-"))
-    # Every tensor its own allocation: in a block of torch's cache a byte too far is another tensor's.
+    # Every tensor gets its own allocation: in a block of torch's cache an access out of bounds would hit another
+    # tensor.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}
     wrong = run_part("short", LIMIT, folder, under=under, environment=alone).wrong
     printed = (folder / "short.log").read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""How far the kernels and the server are from what the card's memory and its link allow."""
+"""How close the kernels and the server come to the limits of the card's memory and link."""
 
 import time
 from statistics import median
@@ -26,21 +26,24 @@ BITS = 4
 BUDGETS = ("25%", "50%", "100%")
 PREFETCH = ("none", "next-gate")
 STEPS = {"decode": (1, 50), "prefill": (2048, 4)}
-"""Tokens of a step, and how many steps are measured."""
+"""Tokens of a step, and number of measured steps."""
 WARM = 20
-"""Steps of decode before those that are measured, behind a prefill that fills what is there for all experts."""
+"""Steps of decode before the measured ones, after a prefill that fills all slots."""
 
 
 class OfAllLayers(Exact):
-    """With as many staging slots as the whole model has: a prompt's experts pass in groups of eight, and not of two."""
+    """Has as many staging slots as with the whole model.
+
+    So a prompt's experts are streamed in groups of eight instead of two.
+    """
 
     def staging_slots(self, slots: int) -> int:
-        """Of 48 layers' slots."""
+        """Staging slots for 48 layers."""
         return min(super().staging_slots(48 // MODEL.layers * slots), slots // 4)
 
 
 def run(record: Recorder) -> None:
-    """The kernels' selection before the server, whose bounds it measures; what is wrong is not measured at all."""
+    """Measure selected kernels first, which give the server's bounds; parts with wrong results are not measured."""
     store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     if not _same_at_every_budget(record, store, stack):
         return
@@ -49,7 +52,7 @@ def run(record: Recorder) -> None:
     _measure_server(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
     if native.load() is None:
-        record.say("Left out: misses that the host computes, since the native library was not built here.")
+        record.say("Left out: CPU execution of misses, since the native library was not built here.")
     else:
         _measure_decided(record, machine, store, stack, "share")
         with record.check("the CPU queue could be measured") as wrong:
@@ -72,10 +75,10 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
 
 
 def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Steps that the host plans: the median of a layer's times; what has to be moved is counted in the same steps."""
+    """Measure host-planned steps: the median time of a layer, and the bytes that had to be moved in the same steps."""
     cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
     for phase, budget, prefetch in cases:
-        if budget == "100%" and prefetch != PREFETCH[0]:  # nothing is missing
+        if budget == "100%" and prefetch != PREFETCH[0]:  # there are no misses
             continue
         tokens, steps = STEPS[phase]
         with record.check(f"the server's {phase} at {budget}, prefetch {prefetch}, could be measured"):
@@ -94,7 +97,7 @@ def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack:
                 times.append((time.perf_counter() - begin) / MODEL.layers)
             stats, measured = server.stats(), median(times)
             on_card = sum(work_of(MODEL, one.ids.tolist(), (BITS,)).seconds(machine) for one in seen) / len(seen)
-            # Experts that were needed and not kept; prefetch makes hits of some, whose bytes came over the link, too.
+            # Experts that were needed and not kept; prefetch turns some into hits, whose bytes came over the link, too.
             fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes
             bound = max(on_card, fetched / len(seen) / machine.host_bytes_per_second)
             name, remark = f"server, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
@@ -104,10 +107,10 @@ def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack:
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
-    """Steps between which the host does nothing: a layer's time, beside what link or memory allow.
+    """Measure device-planned steps: a layer's time, compared with the link's and memory's limits.
 
-    Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses that the host
-    computes count as if they had been fetched, so that a share above 1 is what they gain.
+    Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses computed by
+    the CPU count as if they had been fetched, so a share above 1 is the gain.
     """
     cases = [(phase, budget) for phase in STEPS for budget in BUDGETS]
     for phase, budget in cases if misses == "fetch" else [("decode", budget) for budget in BUDGETS[:-1]]:

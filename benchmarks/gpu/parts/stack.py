@@ -31,29 +31,28 @@ from vllm_dymoe.server import ExpertServer
 
 DEVICE = torch.device("cuda")
 PREFETCH: Mapping[str, Policy] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
-"""Policies by what they predict with."""
+"""Policies by their predictors."""
 
 
 @dataclass(frozen=True)
 class NumberPrecision(PrecisionPolicy):
-    """Every third expert is low."""
+    """Makes every third expert low."""
 
     before: Callable[[], None] = lambda: None
-    """Called with each plan, which is after the host has read a layer's routing and before any transfer or launch for
-    it."""
+    """Called with each plan, after the host has read a layer's routing and before any transfer or launch for it."""
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Two to one."""
+        """Return two thirds and one third."""
         return {Precision.HIGH: [2 / 3] * num_layers, Precision.LOW: [1 / 3] * num_layers}
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
-        """By number alone, so that no budget changes the plan."""
+        """Choose by number alone, so that no budget changes the plan."""
         self.before()
         return {expert: Precision.LOW if expert % 3 == 0 else Precision.HIGH for expert in routing.active}
 
 
 class ByNumber(Exact):
-    """A precision plan by the number of an expert alone."""
+    """A policy that chooses precision by an expert's number alone."""
 
     before: Callable[[], None] = lambda: None
 
@@ -64,7 +63,7 @@ class ByNumber(Exact):
 
 
 def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
-    """In pinned memory, filled from files as at a start."""
+    """Return a store in pinned memory, filled from files as at a start."""
     with tempfile.TemporaryDirectory() as folder:
         files = file_store(model, bits, Path(folder) / "store", seed)
         host_cache = HostCache(files, whole_host_cache(files.experts), CudaPageLock(DEVICE))
@@ -73,7 +72,7 @@ def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
 
 
 def file_store(model: Model, bits: Sequence[int], folder: Path, seed: int = 0) -> FileStore:
-    """The same bytes in files."""
+    """Return the same bytes in files."""
     experts = model.at(bits)
     store = random_store(experts, StoreWriter(folder, Manifest(experts, "random", "made up")), seed)
     assert isinstance(store, FileStore)
@@ -95,7 +94,7 @@ class Stack:
 
     Args:
         model: sizes.
-        exact: route without torch.mm, whose libraries may sum in another order in a graph or beside other streams.
+        exact: route without torch.mm, whose libraries may sum in another order in a graph or with concurrent streams.
     """
 
     def __init__(self, model: Model, *, exact: bool) -> None:
@@ -103,7 +102,7 @@ class Stack:
         self._exact = exact
         generator = torch.Generator().manual_seed(1)
         size = model.layers, model.experts, model.hidden
-        # Neighbouring gates have something in common, as in real models: then one says something about the next.
+        # Adjacent gates have something in common, as in real models, so that one predicts the next.
         common = torch.randn(size[1:], generator=generator)
         gates = (common + torch.randn(size, generator=generator)) * model.hidden**-0.5
         self._gates = gates.to(DTYPE).to(DEVICE)
@@ -120,7 +119,7 @@ class Stack:
         decode: Decode = Decode.PLAIN,
         **options: Any,
     ) -> ExpertServer:
-        """A server at a budget, which can also be "minimum"; two precisions are given by number."""
+        """Return a server at a budget, which can also be "minimum"; two precisions are given by number."""
         gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
@@ -139,7 +138,7 @@ class Stack:
         return server
 
     def route(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of a layer's tokens."""
+        """Return weights and experts of a layer's tokens."""
         gate = self._gates[layer]
         logits = (x.float().unsqueeze(1) * gate.float()).sum(-1) if self._exact else (x @ gate.T).float()
         scores = logits.softmax(-1)
@@ -147,12 +146,12 @@ class Stack:
         return weights / weights.sum(-1, keepdim=True), ids.int()
 
     def inputs(self, tokens: int, seed: int) -> Tensor:
-        """Of the first layer: [tokens, hidden]."""
+        """Return inputs of the first layer: [tokens, hidden]."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(tokens, self.model.hidden, generator=generator).to(DTYPE).to(DEVICE)
 
     def step(self, server: ExpertServer, x: Tensor) -> list[Seen]:
-        """All layers, one after the other; the host does not wait for the card."""
+        """Run all layers in sequence; the host does not wait for the card."""
         phase = Phase.DECODE if len(x) < 16 else Phase.PREFILL
         seen = []
         for layer in range(self.model.layers):
@@ -163,7 +162,7 @@ class Stack:
         return seen
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
-        """What a layer should have computed, in float64 on the host, with experts of these bits."""
+        """Return the correct result of a layer, in float64 on the host, with experts of these bits."""
         x, weights, ids = seen.x.cpu(), seen.weights.cpu().double(), seen.ids.cpu()
         total = torch.zeros(x.shape, dtype=torch.float64)
         for expert in ids.unique().tolist():
@@ -177,16 +176,16 @@ class Stack:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Rows of the length that a model's normalisation gives them."""
+    """Return rows of the length that a model's normalisation gives them."""
     return (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Length of the difference over that of what is right; infinite where it is no number."""
+    """Return the norm of the difference relative to that of the correct result; infinite for NaN."""
     error = float((got.cpu().double() - want).norm() / want.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, NaNs included."""
+    """Return whether tensors are equal bit for bit, NaNs included."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))

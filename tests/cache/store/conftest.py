@@ -14,5 +14,5 @@ def store(tmp_path):
 
 @pytest.fixture(autouse=True)
 def own_runtime_folder(tmp_path_factory, monkeypatch):
-    """Where replicated ranks have their sockets."""
+    """The folder in which replicated ranks keep their sockets."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

@@ -1,11 +1,13 @@
-"""A page lock that takes note of what would be locked."""
+"""A page lock that records what it would pin."""
 
 from vllm_dymoe.cache.pages import whole_pages
 
 
 class RecordedLock:
-    """Locks nothing, and fails in the call of a number: its calls in order, and locked bytes by address.
-    ``node`` is as the real one's."""
+    """Pins nothing, and can be told to fail in its n-th call.
+
+    Records its calls in order, and the pinned bytes by address. ``node`` is computed as by the real lock.
+    """
 
     def __init__(self, refuse=None, node=None):
         self.node = node

@@ -1,4 +1,4 @@
-"""Small stores on disk, and ways to read and to damage them."""
+"""Small stores on disk, and helpers that read and damage them."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def write(folder, experts=None):
 
 
 def as_older(folder, experts, version):
-    """A store as it was written before digests bound its shards, and, of version 5, before slices were aligned."""
+    """Write a store in an old format: without digests of its shards and, for version 5, without aligned slices."""
     alignment = 1 if version == 5 else BLOCK
     writer = StoreWriter(folder, Manifest(experts, "rtn", "a model", alignment=alignment))
     packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)

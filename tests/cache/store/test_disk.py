@@ -1,4 +1,4 @@
-"""Ways to read a store's files: the same bytes by all of them, and the choice between them."""
+"""The ways to read a store's files: all return the same bytes, and the best available one is chosen."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_an_emulated_disk_is_as_slow_as_it_is_told(store):
 
 def test_a_disk_is_measured_at_the_first_starts_the_best_is_kept_and_what_was_kept_is_checked(store, monkeypatch):
     found = store.rates()
-    for measured, rate in ((2, 1e15), (3, 1.0)):  # idle, then busy
+    for measured, rate in ((2, 1e15), (3, 1.0)):  # first idle, then busy
         direct = dict.fromkeys(found.direct, rate)
         monkeypatch.setattr("vllm_dymoe.cache.store.files.measure_rates", lambda *_: DiskRates(direct, rate, rate))  # noqa: B023
         assert store.rates() == DiskRates(dict.fromkeys(found.direct, 1e15), 1e15, 1e15, measured)
@@ -153,12 +153,13 @@ def test_the_disk_of_a_folder_is_told_by_its_mount(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", [Reading(direct=True, depth=2), Reading(), Reading(drops=True)])
 def test_bits_that_flip_after_the_first_read_are_noticed_when_the_disk_is_read(store, way):
-    """The file is written to behind the file system's back as far as it can be: times are as they were."""
+    """Write to the file and restore its times, so that the file system shows as little as possible of it."""
     key = SliceKey(1, 3, 4)
     store.reading = way
     read(store, key)
     flip(store, key)
-    store._stamps[key.layer] = type(store._stamps[0]).of(store._layers[key.layer].file)  # no process tells of it
+    # Another process would not report the change.
+    store._stamps[key.layer] = type(store._stamps[0]).of(store._layers[key.layer].file)
     os.posix_fadvise(store._layers[key.layer].file, 0, 0, os.POSIX_FADV_DONTNEED)
     if cached(store, key):
         pytest.skip("this file system is in memory")
@@ -254,7 +255,7 @@ def test_a_store_that_goes_away_is_a_sentence_or_is_still_read(store):
     want = read(store, SliceKey(1, 3, 4))
     for path in store.folder.iterdir():
         path.unlink()
-    assert torch.equal(read(store, SliceKey(1, 3, 4)), want)  # open files stay
+    assert torch.equal(read(store, SliceKey(1, 3, 4)), want)  # files that are open already stay readable
     os.ftruncate(os.open(f"/proc/self/fd/{store._layers[0].file}", os.O_RDWR), 4096)
     for way in (Reading(), Reading(direct=True)):
         store.reading = way
@@ -283,7 +284,7 @@ def test_a_process_that_is_killed_while_memory_fills_leaves_the_store_as_it_was(
 
 
 def test_a_disk_that_wants_one_read_at_a_time_does_not_wait_for_checksums(tmp_path, monkeypatch):
-    """Another thread reads the next expert while one is checked; never do two read at once."""
+    """Another thread reads the next expert while one is being checked; two threads never read at once."""
     store = write(tmp_path / "store")
     store.reading = Reading(direct=True, depth=1)
     if not store._direct:

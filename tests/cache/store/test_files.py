@@ -1,4 +1,4 @@
-"""Reading a store from its files: the bytes that were written, or a sentence."""
+"""Reading a store from its files returns the bytes that were written, or raises a clear error."""
 
 import contextlib
 import errno
@@ -57,7 +57,7 @@ def test_the_shards_are_ordinary_safetensors_files(store, memory_store):
 
 
 def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
-    os.remove(store.folder / file_name(1))  # the other stage's
+    os.remove(store.folder / file_name(1))  # the shard of the other pipeline stage
     stage = FileStore(store.folder, (2,))
     assert stage.experts.layers == (2,)
     for expert in range(stage.experts.num_experts):
@@ -66,14 +66,14 @@ def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
 
 
 def test_layers_that_a_store_does_not_have_are_named(store):
-    with pytest.raises(StoreError, match=r"those of the layers \[1, 2\], but \[2, 3\] are needed"):
+    with pytest.raises(StoreError, match=r"for the layers \[1, 2\], but \[2, 3\] are needed"):
         FileStore(store.folder, (2, 3))
 
 
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes where its header .* truncated"),
+        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes, but its header .* truncated"),
         (lambda path: path.unlink(), r"00001\.safetensors of the expert store is missing"),
         (lambda path: path.write_bytes(b"\xff" * 100_000), "is not a safetensors file"),
         (lambda path: (path.parent / MANIFEST).unlink(), "holds no expert store"),
@@ -90,7 +90,7 @@ def test_damage_is_named_when_a_store_is_opened(store, spoil, sentence):
 
 
 def manifests():
-    """Of every kind of format."""
+    """Experts of every kind of format."""
     plain = make_experts()
     for changes in ({}, {"integer_zeros": True}, {"act_order": True}):
         yield replace(plain, formats={**plain.formats, 4: replace(plain.formats[4], **changes)})
@@ -132,7 +132,7 @@ def seeded(folder, experts, seed, model="a model"):
 
 
 def exchanged(tmp_path):
-    """Two layers of one store change places."""
+    """Swap two layers of one store."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     first, second = (folder / file_name(layer) for layer in (1, 2))
     first.rename(tmp_path / "kept")
@@ -142,35 +142,35 @@ def exchanged(tmp_path):
 
 
 def copied(tmp_path):
-    """One layer is there twice."""
+    """Replace a layer by a copy of another one."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     shutil.copy(folder / file_name(1), folder / file_name(2))
     return folder
 
 
 def foreign(tmp_path):
-    """A shard of the same layer of another model."""
+    """Take the shard of the same layer from another model."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     shutil.copy(seeded(tmp_path / "other", make_experts(), 2, "b model") / file_name(2), folder)
     return folder
 
 
 def same_bytes_of_another_model(tmp_path):
-    """Even a shard with the same experts, of a model that is another one."""
+    """Take a shard with the same experts from a different model."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     shutil.copy(seeded(tmp_path / "other", make_experts(), 1, "b model") / file_name(2), folder)
     return folder
 
 
 def other_manifest(tmp_path):
-    """The manifest of a store of the same shape."""
+    """Take the manifest of a store with the same shape."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     shutil.copy(seeded(tmp_path / "other", make_experts(), 2) / MANIFEST, folder)
     return folder
 
 
 def other_meaning(tmp_path):
-    """A manifest that says something else of the same bytes."""
+    """Change the manifest so that it describes the same bytes differently."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     said = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(said | {"zeros_in_steps": [4]}))
@@ -178,7 +178,7 @@ def other_meaning(tmp_path):
 
 
 def other_checksums(tmp_path):
-    """An expert is changed, and its checksum with it."""
+    """Change an expert together with its checksum."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     store = FileStore(folder)
     key, fmt = SliceKey(1, 1, 4), store.experts.formats[4]
@@ -193,7 +193,7 @@ def other_checksums(tmp_path):
 
 
 def undescribed(tmp_path):
-    """A manifest of this version without the digests."""
+    """Write a manifest of the current version without digests."""
     folder = seeded(tmp_path / "store", make_experts(), 1)
     said = json.loads((folder / MANIFEST).read_text())
     del said["shards"]["2"]

@@ -1,8 +1,8 @@
-"""Every system call and allocation of the store fails once, in turn: a sentence, a good store, and nothing left behind.
+"""Fail every system call and allocation of the store once: a clear error, a good store, and nothing left behind.
 
-``STEPS`` are what a start does with a store. Each is run once to count its calls, and then once for each call, which
-fails. A start may fail with a StoreError only; a store that was good before is the same files afterwards; and no
-temporary folder, no half-written file and no descriptor remains.
+``STEPS`` are what a start does with a store. Each step runs once to count its calls, and then once per call with that
+call failing. A start may raise only a StoreError; a store that was good before keeps the same files; and no temporary
+folder, half-written file or descriptor remains.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def measure(folder):
 
 
 def share(folder):
-    """A rank fills the copy, and another one takes it."""
+    """One rank fills the shared copy, and another one maps it."""
     with contextlib.ExitStack() as ranks:
         for _ in range(2):
             files = FileStore(folder)
@@ -83,7 +83,7 @@ def share(folder):
 
 
 def write_again(folder):
-    """Another process was first: what it published stays."""
+    """Another process publishes first, and its store stays."""
     write_one(folder)
 
 
@@ -97,13 +97,13 @@ STEPS = [write_one, open_and_read, compute_where_they_lie, measure, share, write
 
 @contextlib.contextmanager
 def failing(monkeypatch, module, name, number, error):
-    """The call of a number fails; yields a list that grows with each call."""
+    """Fail the n-th call; yields a list that grows with each call."""
     real, calls = getattr(module, name), []
 
     def call(*arguments, **more):
         calls.append(arguments)
         if len(calls) - 1 == number:
-            if name == "close":  # is closed nevertheless
+            if name == "close":  # close() fails, but has closed the descriptor
                 real(*arguments, **more)
             raise error
         return real(*arguments, **more)
@@ -122,7 +122,7 @@ def snapshot(folder):
 
 
 def check(step, folder, monkeypatch, module, name, number, error):
-    """One failure; returns how many calls there were."""
+    """Run a step with one failing call, and return the number of calls."""
     there = step is not write_one
     for path in folder.parent.iterdir():
         if path != folder or not there:
@@ -142,7 +142,7 @@ def check(step, folder, monkeypatch, module, name, number, error):
             assert isinstance(error, MemoryError), "only where memory was short"
     said = f"call {number} of {name} in {step.__name__} failed with {error!r}"
     if descriptors() != before:
-        gc.collect()  # of cycles
+        gc.collect()  # break reference cycles
     assert descriptors() == before, said
     if there:
         assert snapshot(folder) == known, said
@@ -155,7 +155,7 @@ def check(step, folder, monkeypatch, module, name, number, error):
         "flock",
         "open",
         "close",
-    ):  # of removing itself; the next start does it
+    ):  # failed while removing itself; the next start removes it
         left = {path.name for path in folder.parent.iterdir()} - {folder.name, f"{folder.name}.lock"}
         assert not left, f"{said}: {left}"
     clean(path for path in folder.parent.iterdir() if is_temporary(path))
@@ -164,7 +164,7 @@ def check(step, folder, monkeypatch, module, name, number, error):
 
 
 def fail_in_turn(step, folder, monkeypatch, module, name, errors):
-    """Let calls of one kind fail, each in a run of its own; returns how many did."""
+    """Fail each call of one kind in a run of its own, and return the number of runs that failed."""
     count = check(step, folder, monkeypatch, module, name, -1, errors[0])
     for number in range(count):
         check(step, folder, monkeypatch, module, name, number, errors[number % len(errors)])
@@ -175,7 +175,7 @@ def fail_in_turn(step, folder, monkeypatch, module, name, errors):
 def test_every_policy_call_fails_once(tmp_path, monkeypatch, step):
     folder = tmp_path / "store"
     write_one(folder)
-    step(folder)  # whatever is made once is there
+    step(folder)  # create whatever is created only once
     errors = [OSError(code, os.strerror(code)) for code in (errno.EIO, errno.EMFILE, errno.ENOSPC, errno.ENOMEM)]
     assert sum(fail_in_turn(step, folder, monkeypatch, module, name, errors) for module, name in CALLS) > 10
 

@@ -1,7 +1,7 @@
-"""A first quantization is killed at random points, again and again: no bad store, nothing left by the next start.
+"""Kill a first quantization at random points: no bad store remains, and the next start cleans up.
 
-``STORE_KILLS=10000`` by hand; ``STORE_KILLS_NAMESPACE=1`` gives every writer a PID namespace of its own, where all of
-them are process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use it).
+Run by hand with ``STORE_KILLS=10000``. ``STORE_KILLS_NAMESPACE=1`` gives every writer its own PID namespace, where each
+is process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use it).
 """
 
 import os

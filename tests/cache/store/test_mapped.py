@@ -1,4 +1,4 @@
-"""Pages of mapped files that cannot be had, whoever else handles SIGBUS; each case in a process of its own."""
+"""Unreadable pages of mapped files, whoever else handles SIGBUS; each case runs in a process of its own."""
 
 import mmap
 import signal
@@ -48,7 +48,7 @@ FIRST = "seen = []\nsignal.signal(signal.SIGBUS, lambda *_: seen.append(1))\n" +
 
 
 def ended(program, folder, **environment):
-    """Exit status, and what was written, of a process."""
+    """Run a process, and return its exit status and output."""
     command = [sys.executable, "-c", program, str(folder / "store")]
     names = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     found = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=40)

@@ -1,4 +1,4 @@
-"""Stores in host memory: filled from files, locked, and undone when that fails; and whether there is room for one."""
+"""Stores in host memory: filled from files, pinned, unwound on failure, and refused where memory is short."""
 
 import gc
 import mmap
@@ -26,7 +26,7 @@ from vllm_dymoe.quantize.dummy import random_store
 
 @pytest.fixture
 def large(tmp_path):
-    """Files of 20 MiB in three layers, none of which is a whole number of pages."""
+    """Create 20 MiB of files in three layers whose sizes are not multiples of a page."""
     experts = make_experts(layers=3, num_experts=7, hidden=512, intermediate=352, bits=(16, 4))
     random_store(experts, StoreWriter(tmp_path / "large", Manifest(experts, "dummy", "a model")), seed=1).close()
     store = FileStore(tmp_path / "large")

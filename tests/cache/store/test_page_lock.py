@@ -1,4 +1,4 @@
-"""Locked memory: what is locked, in which order it is undone, and what the device is told."""
+"""Pinned memory: what is pinned, in which order it is unpinned, and the calls the device receives."""
 
 import gc
 from types import SimpleNamespace
@@ -69,14 +69,14 @@ class Server:
 
 
 class Cuda:
-    """As much of ``torch.cuda`` as a lock needs, without a device."""
+    """The part of ``torch.cuda`` that a lock needs, without a device."""
 
     def __init__(self, monkeypatch, server):
         self.calls = server.calls
         properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: server)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(torch.cuda, "device", torch.device)  # a context manager, too
+        monkeypatch.setattr(torch.cuda, "device", torch.device)  # which can be used as a context manager, too
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
         real = torch.ones
         monkeypatch.setattr(torch, "ones", lambda *shape, device: self.calls.append(("launch",)) or real(*shape))
@@ -99,7 +99,7 @@ def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
 
 
 def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
-    """The driver keeps the last error for the next launch to find: the lock launches something itself."""
+    """The driver keeps its last error until the next launch, so the lock itself launches something to clear it."""
     cuda = Cuda(monkeypatch, Server(code=2))
     assert cuda.lock.lock(4096, 8192) == "CUDA error 2: error 2 in words"
     assert cuda.calls[-1] == ("launch",)

@@ -1,4 +1,4 @@
-"""Experts that several ranks of a machine have are in its memory once, as the kernel counts, and go with the last."""
+"""Ranks of one machine share one copy of their experts, as the kernel counts it; it goes with the last rank."""
 
 import contextlib
 import fcntl
@@ -23,12 +23,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's fil
 
 
 def runtime_folder():
-    """Where sockets are."""
+    """The folder of the sockets."""
     return Path(os.environ["XDG_RUNTIME_DIR"]) / f"vllm-dymoe-{os.geteuid()}"
 
 
 def make_host_cache(folder):
-    """Beside the store lies the lock, as beside a store that ranks have packed."""
+    """Create the lock file next to the store, where ranks that pack a store create it."""
     shared = SharedMemory(folder, Turn(folder))
     host_cache = HostCache(FileStore(folder), whole_host_cache(EXPERTS), shared=shared)
     host_cache.fill()
@@ -40,7 +40,7 @@ def digest(store, packed):
 
 
 def pss():
-    """Bytes of shared experts in this process, its part where others have them, too."""
+    """Shared expert bytes of this process; memory shared with other processes counts as a fraction."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.split()[0][-1] != ":":
@@ -136,7 +136,7 @@ def folder(tmp_path):
 
 
 def make_memfd(folder, *, seals=0, content=b"", owner=-1):
-    """A file as a copy of the experts is, by its name and its size."""
+    """A file with the name and the size of a copy of the experts."""
     shared = SharedMemory(folder, Turn(folder))
     file = os.memfd_create(shared._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, whole_host_cache(EXPERTS))
@@ -148,7 +148,7 @@ def make_memfd(folder, *, seals=0, content=b"", owner=-1):
 
 @contextlib.contextmanager
 def offered(folder, **how):
-    """A copy that some process of this user offers, filled with something else."""
+    """A copy that another process of this user offers, with other content."""
     name, file = make_memfd(folder, **how)
     offer = Offer(name, file)
     yield name
@@ -171,7 +171,7 @@ def is_found(folder):
 
 
 def test_a_copy_is_taken_from_the_private_folder_and_from_nowhere_else(folder):
-    """What a process makes by the same name, with the same seals and bytes, is no copy: any process could."""
+    """A file with the same name, seals and bytes is not trusted: any process could make one."""
     seals, content = sealed_and_content(folder)
     _, file = make_memfd(folder, seals=seals, content=content)
     assert not is_found(folder)
@@ -182,7 +182,7 @@ def test_a_copy_is_taken_from_the_private_folder_and_from_nowhere_else(folder):
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK])
 def test_a_copy_that_is_not_complete_is_not_taken(folder, seals):
-    """Nor one that can be cut off, which would end its readers with SIGBUS."""
+    """A file that can be truncated is not trusted either: its readers would end with SIGBUS."""
     with offered(folder, seals=seals):
         assert not is_found(folder)
 
@@ -195,7 +195,7 @@ def test_a_copy_of_another_user_is_not_taken(folder):
 
 
 def offer_and_ask(sockets, planted, file, pipe):
-    """Offer a copy to one process; when told to, ask for one at every other socket, and tell what came."""
+    """Offer a copy to one process; when told to, ask every other socket for one and report what arrives."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{sockets}/{planted}")
         listening.listen()
@@ -215,11 +215,11 @@ def offer_and_ask(sockets, planted, file, pipe):
 
 @as_root
 def test_another_user_neither_offers_a_copy_nor_gets_one(folder):
-    """Also where they could enter the folder, whose mode keeps them out."""
+    """This holds even where other users could enter the folder, which its mode normally prevents."""
     seals, content = sealed_and_content(folder)
     name, file = make_memfd(folder, seals=seals, content=content)
     sockets = runtime_folder()
-    for part in (sockets, *sockets.parents):  # of pytest's folders, too
+    for part in (sockets, *sockets.parents):  # including pytest's own folders
         if part.stat().st_mode & 0o077 == 0:
             part.chmod(0o777)
     pipe, theirs = multiprocessing.Pipe()

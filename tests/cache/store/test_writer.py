@@ -1,4 +1,4 @@
-"""Writing a store: it is complete or not there, whatever the disk does."""
+"""A store that is being written is complete or absent, whatever the disk does."""
 
 import errno
 import itertools
@@ -62,14 +62,14 @@ def make_writer(folder, resume=lambda leftover: False):
 
 
 def abandon(writer):
-    """As if its process had been killed."""
+    """Stop as if the process had been killed."""
     writer.close()
     return writer.partial
 
 
 @pytest.mark.parametrize("pid", ["1", "999999999"])
 def test_what_nobody_holds_is_removed_and_what_a_writer_holds_is_left_alone(tmp_path, monkeypatch, pid):
-    monkeypatch.setattr(os, "getpid", lambda: int(pid))  # in containers every writer may have the same
+    monkeypatch.setattr(os, "getpid", lambda: int(pid))  # in containers all writers may have the same process id
     monkeypatch.setattr(socket, "gethostname", lambda: "all-the-same")
     living, dead = make_writer(tmp_path / "store").partial, abandon(make_writer(tmp_path / "store"))
     make_writer(tmp_path / "store")
@@ -159,7 +159,7 @@ def test_modes_do_not_follow_the_umask(tmp_path, umask):
 
 @pytest.mark.parametrize("name", [RATES, MANIFEST])
 def test_what_is_kept_beside_a_store_is_not_written_through_links(tmp_path, name):
-    """Whatever others have put there, under the name itself or under one that a writer could choose."""
+    """Whatever others have created, under the store's name or under a temporary name."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     folder = tmp_path / "store"

@@ -1,4 +1,4 @@
-"""While a CUDA graph is captured no other thread asks anything of the device; test_schedules.py tries many."""
+"""While a CUDA graph is captured no other thread calls the device; test_schedules.py tries many schedules."""
 
 import time
 
@@ -26,7 +26,7 @@ def test_what_is_queued_goes_on_by_itself_afterwards():
     slots = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(4)]
     begun, *others = (engine.submit(SliceKey(0, expert, 4), slot, Reason.PREFETCH) for expert, slot in enumerate(slots))
     assert becomes(lambda: begun.state is State.RUNNING)
-    with engine.paused(), engine.paused():  # capturing and what it calls may both ask for it
+    with engine.paused(), engine.paused():  # both the capture and a function that it calls may pause the engine
         moved = engine.stats.bytes_moved[Reason.PREFETCH]
         streams.capturing = True
         time.sleep(0.05)

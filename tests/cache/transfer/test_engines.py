@@ -1,4 +1,4 @@
-"""One suite for every way of moving bytes; CUDA joins in where there is a device."""
+"""One suite for all transfer engines; the CUDA engine joins in where there is a device."""
 
 import itertools
 import threading
@@ -26,7 +26,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class DiskReads(CpuDelivery):
-    """Reads that wait for a disk, so that threads take part in what is demanded."""
+    """Reads that wait for a disk, so that demanded fetches involve threads."""
 
     occupies_cores = False
 
@@ -48,7 +48,7 @@ class Harness:
         if kind.endswith("pinned"):
             self.engine = TransferEngine(StreamDelivery(store, streams), 0, eager=True)
         elif kind.endswith("staged"):
-            # Python's own locks tell no history; tests/executor/test_schedules.py has several threads.
+            # Python's own locks record no history; tests/executor/test_schedules.py tests several threads.
             threads = 2 if kind.startswith("cuda") else 0
             self.engine = TransferEngine(StreamDelivery(staged(store), streams, buffers), threads)
 
@@ -56,7 +56,7 @@ class Harness:
         slot = torch.full((nbytes,), 0xEE, dtype=torch.uint8, device=self.device)
         if self.history:
             self.history.watch(slot, f"slot {len(self.slots)}", [slice(0, nbytes)])
-        self.slots.append(slot)  # so that no other one comes to lie at its address
+        self.slots.append(slot)  # so that no later one gets its address
         return slot
 
     def read(self, slot):
@@ -97,7 +97,7 @@ def test_many_transfers_of_all_reasons_arrive_once(harness, memory_store):
     for ticket, slot, key in tickets:
         harness.engine.wait(ticket)
         assert torch.equal(harness.read(slot), packed(memory_store, key))
-        harness.engine.wait(ticket)  # a second user of the same version waits too
+        harness.engine.wait(ticket)  # a second user of the same version waits for the copy, too
     stats = harness.engine.stats
     assert sum(stats.bytes_moved.values()) == sum(slot.numel() for _, slot, _ in tickets)
     assert sum(stats.transfers.values()) == 6
@@ -105,7 +105,7 @@ def test_many_transfers_of_all_reasons_arrive_once(harness, memory_store):
 
 
 def test_bytes_count_for_the_reason_that_moved_them(memory_store):
-    """A packed expert of which two projections were fetched ahead and the third when it was needed."""
+    """A packed expert: two projections were prefetched, and the third was fetched on demand."""
     engine = TransferEngine(CpuDelivery(memory_store), threads=1)
     key = SliceKey(0, 1, 4)
     gate, up, down = (section.stop - section.start for section in memory_store.experts.formats[4].sections)
@@ -138,7 +138,7 @@ def test_a_prefetch_is_taken_back_at_the_next_projection(memory_store):
 
 
 def test_on_a_device_a_prefetched_projection_is_issued_when_the_copies_before_it_have_ended(memory_store):
-    log, events = [], []  # events are kept, so that each has an address of its own
+    log, events = [], []  # keep the events, so that each has an address of its own
 
     class Streams(RecordedStreams):
         def copy(self, source, destination, *, urgent, after):
@@ -189,7 +189,7 @@ def test_what_has_arrived_is_not_remembered(memory_store, threads):
 
 
 def test_a_thread_holds_no_slot_of_a_transfer_that_has_ended(memory_store):
-    """Or the pool before a resize would stay in memory beside the new one for as long as nothing is read."""
+    """Otherwise the pool before a resize would stay in memory until the next read."""
     engine = TransferEngine(CpuDelivery(memory_store), threads=1, timeout=10)
     slot = torch.empty_like(memory_store.packed(SliceKey(0, 0, 4)))
     held = weakref.ref(slot)
@@ -218,7 +218,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
 
 
 def test_every_thread_first_enters_its_device():
-    """A new thread begins on the first device, which may be another rank's."""
+    """A new thread starts with the first device selected, which may belong to another rank."""
     entered = []
     engine = TransferEngine(
         CpuDelivery(make_store(make_experts())),

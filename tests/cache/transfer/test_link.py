@@ -1,4 +1,4 @@
-"""The emulated link: no byte before its time, one queue, and a core that is free meanwhile."""
+"""The emulated link: no byte arrives early, transfers queue up, and the core stays free meanwhile."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ STORE = make_store(make_experts())
 NBYTES = STORE.experts.formats[4].nbytes
 SECONDS = 0.03  # for one packed expert
 LATE = 0.02
-PATIENCE = 30  # seconds; a machine that does other things may wake a thread late often, but never early
+PATIENCE = 30  # seconds; a busy machine may wake a thread late, but never early
 
 
 def punctual(attempt):
@@ -60,7 +60,7 @@ def test_the_link_goes_on_without_a_waiting_thread_and_takes_no_core():
     tickets = [submit(engine, expert) for expert in range(3)]
     assert becomes(lambda: all(ticket.state is State.DONE for ticket in tickets))
     assert time.perf_counter() - begin >= 3 * SECONDS
-    # Three copies of some KiB, nine sleeps, and this test's own looks; spinning would take all of it.
+    # Three copies of a few KiB, nine sleeps and this test's own polling; a spinning wait would use all the time.
     assert time.process_time() - before < 0.5 * (time.perf_counter() - begin)
     engine.close()
 
@@ -84,7 +84,7 @@ def test_demand_overtakes_a_prefetch_at_the_next_projection():
 
 
 def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
-    """What a thread that comes late finds on the link is what would have arrived by then."""
+    """A thread that comes late finds on the link what would have arrived by then."""
     link = EmulatedLink(CpuDelivery(STORE), bytes_per_second=NBYTES)
     ready = time.perf_counter() - 100
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
 
 
 def test_a_waiting_thread_leaves_the_link_to_the_links_thread():
-    """Two who move bytes would change the order of what is in demand."""
+    """Two movers of bytes would change the order of demanded fetches."""
     engine, threads = link(seconds=0.001), set()
     deliver = engine._delivery.deliver
     engine._delivery.deliver = lambda *args, **named: (

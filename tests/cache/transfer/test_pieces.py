@@ -1,4 +1,4 @@
-"""What computation waits for: the copies of the projections that it is about to read, and no others."""
+"""Computation waits only for the copies of the projections that it is about to read."""
 
 import threading
 
@@ -17,7 +17,7 @@ KEY = SliceKey(1, 3, 4)
 
 
 class Waits(RecordedStreams):
-    """Counts what the computing stream is told to wait for."""
+    """Counts the waits that the computing stream enqueues."""
 
     copies = waits = 0
 
@@ -53,7 +53,7 @@ class Device:
 
 @pytest.mark.parametrize("kind", ["pinned", "staged"])
 def test_gate_and_up_do_not_wait_for_the_copy_of_down(memory_store, kind):
-    """From pinned memory both copies are enqueued at once; from a file gate and up travel before down is read."""
+    """From pinned memory both copies are enqueued at once; from a file, gate and up are copied before down is read."""
     device = Device(kind, memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
     assert (device.streams.copies, device.streams.waits) == (2 if kind == "pinned" else 0, 0)
@@ -74,7 +74,7 @@ def test_gate_and_up_do_not_wait_for_the_copy_of_down(memory_store, kind):
 def test_what_was_prefetched_is_followed_as_far_as_it_is_read(memory_store):
     device = Device("pinned", memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.PREFETCH, projections=1)
-    device.engine._run(ticket, device.engine._queue._begin(ticket))  # as a thread would
+    device.engine._run(ticket, device.engine._queue._begin(ticket))  # as a transfer thread would
     device.engine.wait(ticket, 1)
     assert not device.races(0)
     assert device.races(1)

@@ -1,4 +1,4 @@
-"""Who may begin: the queue alone, without bytes and without threads."""
+"""Which transfer may begin: the queue alone, without bytes and threads."""
 
 import threading
 
@@ -18,7 +18,7 @@ def submit(queue, reason, wanted=ALL, at_once=ALL):
 
 
 def take_all(queue):
-    """Run everything as one thread would; names (ticket, projections) in order."""
+    """Run the queue as one thread would; lists (ticket, projections) in order."""
     order = []
     while queue._due():
         ticket, piece = queue.take()
@@ -100,7 +100,7 @@ def test_what_is_asked_for_in_part_rests_and_failed_predictions_are_tried_again(
     taken = queue.take()
     for each in (ticket, prediction, running):
         queue.demand(each)
-    queue.failed(*taken, OSError())  # as a prediction, and in demand by now
+    queue.failed(*taken, OSError())  # started as a prefetch, on demand by now
     assert take_all(queue) == [(ticket, [2]), (prediction, [0, 1, 2]), (running, [0, 1, 2])]
     assert queue.stats.failed == 2
 

@@ -1,4 +1,4 @@
-"""Reads that do not end: a waiter gives up, the slot stays taken, and no thread is lost."""
+"""Reads that never end: a waiter gives up, its slot stays taken, and no thread is lost."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ TIMEOUT = 0.05
 
 
 def disk_with(faults):
-    """Every read waits for a disk, unless it is None among the faults by their numbers."""
+    """Every read waits for a disk, except those whose number maps to None in the faults."""
     return FaultyStore(STORE, lambda number, key: faults.get(number, "cold"))
 
 
@@ -69,7 +69,7 @@ def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
-    """Of a ticket whose pieces are moved by different threads."""
+    """A ticket whose projections are moved by different threads."""
     threads = DeterministicThreads(History(), seed)
     hanging = []
 
@@ -146,7 +146,7 @@ def test_without_a_limit_it_is_waited_for():
     st.integers(0, 2),
 )
 def test_every_ticket_ends_and_every_slot_comes_back(faults, wanted, threads):
-    """Random faults at random reads: what arrives is right, what fails is told, and in the end nothing is written."""
+    """Random faults in random reads: what arrives is right, failures are reported, and at the end no write is open."""
     disk = disk_with(faults)
     engine = engine_over(disk, threads, timeout=0.02)
     tickets = [engine.submit(key, slot(), reason) for key, reason in wanted]

@@ -1,7 +1,7 @@
 """Every kind of experts that other tools quantize: its quantization_config, random matrices, and their tensors.
 
-Plain loops over each format's description pack them. The readers are proven against tensors that the formats' own tools
-packed (golden/); these packers are proven there too, and then make whole checkpoints.
+Plain loops pack them after each format's description. Readers and packers are verified against tensors that the
+formats' own tools packed (golden/); then the packers create whole checkpoints.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def random_integers(
     rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False
 ) -> Held:
-    """Whose weights have about the size that linear layers have; ``shuffled`` with groups that lie scattered."""
+    """Random integers whose weights have the size of a linear layer's; ``shuffled`` scatters the groups."""
     generator = torch.Generator().manual_seed(seed)
     group_size = group_size or columns
     groups = -(-columns // group_size)
@@ -34,7 +34,7 @@ def random_integers(
 
 
 def words(numbers, bits):
-    """[n, m] numbers below 2**bits as int32 [n, m * bits / 32], the first in the lowest bits."""
+    """Pack [n, m] numbers below 2**bits into int32 [n, m * bits / 32], the first in the lowest bits."""
     each = 32 // bits
     numbers = numbers.long()
     assert numbers.shape[1] % each == 0
@@ -56,7 +56,7 @@ def awq(matrix):
 
 
 def gptq(matrix, *, version="gptq"):
-    """AutoGPTQ's packing; its first version stores zero points less one."""
+    """AutoGPTQ's packing; its first version stores zero points minus one."""
     stored = (matrix.zero_points.int() - int(version == "gptq")) & 2**matrix.bits - 1
     return {
         "qweight": words(matrix.codes, matrix.bits).t().contiguous(),
@@ -67,7 +67,7 @@ def gptq(matrix, *, version="gptq"):
 
 
 def compressed_tensors(matrix, *, symmetric=True):
-    """compressed-tensors' pack-quantized, which fills the last word up."""
+    """pack-quantized of compressed-tensors, which pads the last word."""
 
     def filled(numbers):
         return torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % (32 // matrix.bits)))
@@ -83,7 +83,7 @@ def compressed_tensors(matrix, *, symmetric=True):
 
 
 def int_quantized(matrix, *, symmetric=True):
-    """compressed-tensors' signed bytes."""
+    """Signed bytes of compressed-tensors."""
     parts = {"weight": (matrix.codes.short() - 128).to(torch.int8), "weight_scale": matrix.scales}
     if not symmetric:
         parts["weight_zero_point"] = (matrix.zero_points.short() - 128).to(torch.int8)
@@ -101,7 +101,7 @@ INTEGERS = {
     ),
     "gptq": (_GPTQ, gptq, _HALVES),
     "auto-round": (_GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, gptq, _HALVES),
-    # Columns quantized in the order of their activations: vLLM 0.32 runs no dense layers that are quantized so.
+    # Columns quantized in the order of their activations; vLLM 0.32 cannot run dense layers in this format.
     "gptq-ordered": (_GPTQ | {"desc_act": True}, gptq, _HALVES | {"shuffled": True}),
     "compressed-tensors": (
         {
@@ -113,7 +113,7 @@ INTEGERS = {
         compressed_tensors,
         {"dtype": torch.bfloat16, "symmetric": True},
     ),
-    # W8A8, of which the weights alone are taken.
+    # W8A8; only the weights are read.
     "int8": (
         {
             "quant_method": "compressed-tensors",
@@ -134,7 +134,7 @@ INTEGERS = {
 
 
 def compressed(fmt, weights, **changes):
-    """A quantization_config of compressed-tensors; activations are quantized, too, as in most checkpoints."""
+    """A quantization_config of compressed-tensors; as in most checkpoints, activations are quantized, too."""
     weights = {"type": "float", "symmetric": True} | weights
     activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     if fmt.startswith("nvfp4"):
@@ -194,11 +194,11 @@ _FLOAT_PARTS = {
 
 
 def random_floats(kind, rows, columns, seed=0):
-    """A matrix whose weights have about the size that linear layers have."""
+    """A random matrix whose weights have the size of a linear layer's."""
     generator = torch.Generator().manual_seed(seed)
     book = {"mxfp4": MXFP4, "nvfp4": NVFP4}.get(kind.split("-")[0], FP8)
     codes = torch.randint(0, 1 << book.bits, (rows, columns), generator=generator, dtype=torch.uint8)
-    if book is FP8:  # of exponents that are about as frequent as those of real weights; no NaN
+    if book is FP8:  # exponents as frequent as those of real weights; no NaN
         codes = (torch.randn(rows, columns, generator=generator) * 100).to(torch.float8_e4m3fn).view(torch.uint8)
     row_block = {"fp8-blocks": 128, "fp8-modelopt": rows}.get(kind, 1)
     own = {"fp8": 128 if kind == "fp8-blocks" else columns, "mxfp8": 32}
@@ -242,7 +242,7 @@ def dtype_of(kind: str) -> torch.dtype:
 
 
 def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Held:
-    """The same for the same seed."""
+    """Deterministic for a seed."""
     if kind in INTEGERS:
         return random_integers(rows, columns, 32, seed=seed, **INTEGERS[kind][2])
     return random_floats(kind, rows, columns, seed)

@@ -1,4 +1,4 @@
-"""A checkpoint's quantization_config: which numbers of the experts it means, or why it is refused."""
+"""A checkpoint's quantization_config: the encoding of its experts, or why it is refused."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ PLAIN_NVFP4, PLAIN_FP8 = {"quant_algo": "NVFP4", "group_size": 16}, {"quant_algo
 
 
 def pack_quantized(weights, **changes):
-    """compressed-tensors' integers."""
+    """Integers of compressed-tensors."""
     return compressed("pack-quantized", {"type": "int"} | weights, **({"input_activations": None} | changes))
 
 
@@ -39,7 +39,7 @@ def modelopt(algorithm, **more):
 
 
 def mixed(**layers):
-    """ModelOpt's MIXED_PRECISION; underscores stand for dots."""
+    """MIXED_PRECISION of ModelOpt; underscores stand for dots."""
     named = {name.replace("__", "."): layer for name, layer in layers.items()}
     return modelopt("MIXED_PRECISION", quantized_layers=named)
 
@@ -99,30 +99,30 @@ def test_the_numbers_of_experts(config, codebook, group_size):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "hqq"}, "with hqq already, and only awq, gptq, .* and 16-bit"),
-        (AWQ | {"version": "gemv"}, 'version "gemv", and only "gemm" can be read'),
-        (AWQ | {"bits": 3}, "at 3 bits, and only 4 can be read"),
+        ({"quant_method": "hqq"}, "with hqq already, but only awq, gptq, .* and 16-bit"),
+        (AWQ | {"version": "gemv"}, 'version "gemv", but only "gemm" can be read'),
+        (AWQ | {"bits": 3}, "at 3 bits, but only 4 can be read"),
         (AWQ | {"zero_point": False}, "without zero points"),
         (AWQ | {"group_size": 48}, "in groups of 48"),
-        (GPTQ | {"bits": 3}, "at 3 bits, and only 8, 4, 2 can be read"),
-        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format "marlin", and only gptq and gptq_v2'),
-        (ROUND | {"packing_format": "auto_round:new"}, 'int at 4 bits in "auto_round:new", which cannot be read'),
-        (pack_quantized(GROUP4 | {"num_bits": 6}), "at 6 bits, and only 8, 4, 2"),
+        (GPTQ | {"bits": 3}, "at 3 bits, but only 8, 4, 2 can be read"),
+        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format "marlin", but only gptq and gptq_v2'),
+        (ROUND | {"packing_format": "auto_round:new"}, 'int at 4 bits in "auto_round:new", which is not supported'),
+        (pack_quantized(GROUP4 | {"num_bits": 6}), "at 6 bits, but only 8, 4, 2"),
         (pack_quantized(GROUP4 | {"type": "float"}), 'float weights by "group"'),
         (pack_quantized(GROUP4 | {"strategy": "tensor"}), 'int weights by "tensor"'),
-        (pack_quantized(GROUP4, format="int-quantized"), "at 4 bits, and only 8"),
-        (groups(([], "pack-quantized", GROUP4), ([], "pack-quantized", CHANNEL8)), "none names the experts"),
+        (pack_quantized(GROUP4, format="int-quantized"), "at 4 bits, but only 8"),
+        (groups(([], "pack-quantized", GROUP4), ([], "pack-quantized", CHANNEL8)), "none of which names the experts"),
         (compressed("nvfp4-pack-quantized", FP8_WEIGHTS), '8-bit float weights by "channel" in nvfp4-pack-quantized'),
         (compressed("float-quantized", FP8_WEIGHTS | {"symmetric": False}), "only symmetric 8-bit floats"),
         (compressed("float-quantized", FP8_WEIGHTS, format="mixed"), "the format mixed"),
-        (BLOCKS | {"fmt": "e5m2"}, "fp8, e5m2, and only e4m3"),
+        (BLOCKS | {"fmt": "e5m2"}, "fp8, e5m2, but only e4m3"),
         (BLOCKS | {"weight_block_size": [128, 100]}, "in groups of 100"),
         ({"quant_method": "mxfp8", "moe_quant_algo": "NVFP4"}, "its experts with NVFP4"),
-        (modelopt("W4A8_AWQ"), "algorithm W4A8_AWQ, and only NVFP4"),
-        (modelopt(None), "algorithm ONE IT DOES NOT NAME"),
+        (modelopt("W4A8_AWQ"), "algorithm W4A8_AWQ, but only NVFP4"),
+        (modelopt(None), "algorithm NONE, but only"),
         (modelopt("NVFP4", group_size=32), "NVFP4 has groups of 16"),
-        (quark({"dtype": "int4", "qscheme": "per_group"}), "quark, experts in int4 per_group, and only"),
-        (quark(QUARK4 | {"group_size": 16}), "quark, experts in fp4 per_group, and only"),
+        (quark({"dtype": "int4", "qscheme": "per_group"}), "quark, experts in int4 per_group, but only"),
+        (quark(QUARK4 | {"group_size": 16}), "quark, experts in fp4 per_group, but only"),
         (quark([QUARK4, QUARK8]), "quark, its experts in several steps"),
     ],
 )
@@ -169,7 +169,7 @@ def test_deepseek_v4_says_beside_its_quantization_what_its_experts_are(tmp_path,
     reader = make_reader(ModelConfig(tmp_path).quantization)
     assert (reader.encoding, reader.parts) == (codebook, parts)
     assert reader.spellings["scale"] == parts[1]
-    # vLLM asks with the model's configuration, and then makes ours of the quantization alone.
+    # vLLM asks with the model's configuration, and then creates the plugin's from the quantization alone.
     served = type("Config", (), {"model_type": "deepseek_v4", **says})()
     assert DymoeConfig.override_quantization_method(model["quantization_config"], "dymoe", served) == "dymoe"
     config = DymoeConfig.from_config(model["quantization_config"])

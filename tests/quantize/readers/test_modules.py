@@ -37,7 +37,7 @@ FOUR = STEPS[4]
 
 
 def experts(stem="model.layers.{}.mlp.experts", *, words=("gate_proj", "up_proj", "down_proj"), plain=(), count=8):
-    """The tensors of a quantized model; ``plain`` are parts of names of those at 16 bits."""
+    """The tensors of a quantized model; ``plain`` lists parts of names that stay at 16 bits."""
     modules = [f"{stem.format(n)}.{e}.{word}" for n in range(LAYERS) for e in range(count) for word in words]
     return {
         f"{module}.{part}": dtype
@@ -195,4 +195,4 @@ REFUSED = {
 def test_experts_of_a_layer_with_several_formats_are_refused_with_the_place(config, tensors, where):
     with pytest.raises(CheckpointError, match=where) as caught:
         read(config, tensors)
-    assert "download" not in str(caught.value)  # the checkpoint is as it was written
+    assert "download" not in str(caught.value)  # the checkpoint is complete, so downloading again would not help

@@ -1,8 +1,8 @@
-"""Readers: exactly the codes, zero points and weights that each format's own tool packed.
+"""Readers return exactly the codes, zero points and weights that each format's own tool packed.
 
-golden/ holds tensors as autoawq 0.2.9, auto-gptq 0.7.1, compressed-tensors 0.17.0, nvidia-modelopt 0.47.0 and
-transformers packed them, of integers the ``codes`` and ``zero_points`` that they were given, and ``weights``: what the
-tool makes of the packed tensors again.
+golden/ holds tensors that autoawq 0.2.9, auto-gptq 0.7.1, compressed-tensors 0.17.0, nvidia-modelopt 0.47.0 and
+transformers packed; for integers the ``codes`` and ``zero_points`` that they packed; and ``weights``, the tool's own
+dequantization of the packed tensors.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ INTEGERS = {
         partial(compressed_tensors, symmetric=False),
     ),
 }
-# Quark's are compressed-tensors' bytes.
+# Quark packs the same bytes as compressed-tensors.
 TOOLS = INTEGERS | {kind: (FLOATS[kind], partial(float_parts, kind)) for kind in FLOATS if kind != "mxfp4-quark"}
 
 
@@ -106,7 +106,7 @@ def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
 
 @pytest.mark.parametrize("kind", TOOLS)
 def test_a_rank_has_its_part_of_every_weight(kind):
-    """Also where the boundary cuts a block of rows, or of columns into whole groups of the store."""
+    """Also where a rank's boundary splits a block of rows, or columns into whole groups of the store."""
     want, reader, matrix = read(kind)
     half, column = matrix.shape[0] // 2, 32 if matrix.encoding is FP8 else 96
     rows, columns = slice(half, 2 * half), slice(None) if reader.act_order else slice(column, column + 96)
@@ -119,7 +119,7 @@ def test_a_rank_has_its_part_of_every_weight(kind):
 
 
 def test_a_default_dtype_rounds_no_factor():
-    """vLLM loads models under the default dtype bfloat16."""
+    """vLLM loads models with bfloat16 as the default dtype."""
     want, reader, matrix = read("nvfp4-modelopt")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -133,13 +133,13 @@ def test_a_default_dtype_rounds_no_factor():
 
 def test_a_boundary_that_cuts_a_group_is_refused():
     _, reader, matrix = read("mxfp4")
-    with pytest.raises(ValueError, match="do not lie in groups of 32 with one scale"):
+    with pytest.raises(ValueError, match="are not in groups of 32 with one scale"):
         packed(matrix.part(1, slice(16, 112)), reader)
 
 
 def test_scales_of_one_number_for_a_row_or_of_exponents_are_read():
     weight = torch.randn(6, 64).to(torch.float8_e4m3fn)
-    in_blocks = {"quant_method": "fp8", "weight_block_size": [4, 32]}  # of which the last has two rows
+    in_blocks = {"quant_method": "fp8", "weight_block_size": [4, 32]}  # the last block has two rows
     for config, scales, block in (
         ({"quant_method": "fp8"}, torch.rand(6, 1), (1, 64)),
         (in_blocks, torch.rand(2, 2).to(torch.float8_e8m0fnu), (4, 32)),
@@ -169,14 +169,14 @@ def test_every_variant_of_gptq_gives_its_codes_back(bits, version, symmetric, de
 
 @pytest.mark.parametrize("said", [False, True])
 def test_desc_act_with_static_groups_is_held_exactly(said):
-    """g_idx then has neighbours in one group, although desc_act is true; a checkpoint that says so needs no order."""
+    """g_idx then has neighbours in one group although desc_act is true; such a checkpoint needs no order."""
     matrix, reader = random_integers(32, 256, 64), make_reader(GPTQ | {"static_groups": said})
     assert reader.act_order != said
     check_held(reader.read(gptq(matrix), 32, 256), reader, matrix.dequantize())
 
 
 def decompressed(tensors, weights):
-    """The weights that the package itself makes of tensors; vLLM requires it."""
+    """Dequantize tensors with the package itself, which vLLM requires."""
     pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     described = quantization.QuantizationArgs(type="int", **weights)
@@ -195,7 +195,7 @@ def test_columns_in_another_order_are_read_and_not_mixed_up(order):
     assert torch.equal(found.dequantize(), matrix.dequantize())
     assert torch.equal(found.dequantize(), decompressed(tensors, weights))
     check_held(found, reader, matrix.dequantize(), 32)
-    with pytest.raises(ValueError, match="weight_g_idx says that its columns were reordered"):
+    with pytest.raises(ValueError, match="weight_g_idx reorders columns"):
         make_reader(pack_quantized(GROUP4 | {"actorder": "weight"})).read(tensors, 32, 128)
 
 
@@ -224,7 +224,7 @@ def with_byte(byte):
         ("awq", {}, "scales", lambda t: t.int(), r"scales is torch\.int32, expected F16 or BF16 or"),
         ("gptq", {}, "qweight", lambda t: t[:-1], r"qweight has shape \[23, 64\], expected \[24, 64\]"),
         ("gptq", {}, "g_idx", lambda t: t + 1, "g_idx names groups that do not exist: there are 3"),
-        ("gptq", {"desc_act": False}, "g_idx", lambda t: t, "g_idx says that its columns were reordered"),
+        ("gptq", {"desc_act": False}, "g_idx", lambda t: t, "g_idx reorders columns"),
         ("gptq", {"static_groups": True}, "g_idx", lambda t: t, "says desc_act false or static_groups true"),
         ("gptq", {"sym": True}, "qzeros", lambda t: t, "qzeros has zero points other than 8"),
         (LAST, {}, "weight_packed", lambda t: t[:-1], r"weight_packed has shape \[43, 24\], expected \[44, 24\]"),
@@ -258,7 +258,7 @@ def test_tensors_that_are_damaged_or_disagree_are_named(kind, changes, part, cha
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("strategy", "group_size"), [("channel", None), ("group", 64), ("tensor", None)])
 def test_signed_bytes_are_what_compressed_tensors_makes_of_them(strategy, group_size, symmetric):
-    """W8A8 checkpoints, whose weights alone are taken, beside the tool's own dequantization."""
+    """W8A8 checkpoints, whose weights alone are read, against the tool's own dequantization."""
     weights = CHANNEL8 | {"strategy": strategy, "group_size": group_size, "symmetric": symmetric}
     matrix = random_integers(48, 128, group_size, bits=8, symmetric=symmetric, dtype=torch.bfloat16)
     config = pack_quantized(weights, format="int-quantized", input_activations={"num_bits": 8, "dynamic": True})
@@ -266,7 +266,7 @@ def test_signed_bytes_are_what_compressed_tensors_makes_of_them(strategy, group_
     if strategy == "tensor":
         tensors = {part: tensor if part == "weight" else tensor[:1, 0] for part, tensor in tensors.items()}
         if not symmetric:
-            return  # vLLM and the tool have one zero point for a tensor only of activations
+            return  # only for activations do vLLM and the tool have one zero point per tensor
     reader = make_reader(config)
     found = reader.read(tensors, 48, 128)
     args = QuantizationArgs(num_bits=8, type="int", strategy=strategy, group_size=group_size, symmetric=symmetric)

@@ -1,8 +1,8 @@
-"""Has a process load the native library that ``make sanitize`` has built, in place of the package's own.
+"""Makes a process load the native library that ``make sanitize`` built, in place of the package's own.
 
     SANITIZED_LIBRARY=<path> PYTHONPATH=<this folder> python ...
 
-Python imports this file by itself in every process, child processes included.
+Python itself imports this file in every process, child processes included.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""Holds a process to AVX2, as on a processor without AVX-512: torch, oneDNN, numba, and the build that vLLM chooses.
+"""Limits a process to AVX2, as on a processor without AVX-512: torch, oneDNN, numba, and vLLM's choice of a build.
 
     PYTHONPATH=<this folder> python ...
 
-Python imports this file by itself in every process, child processes included.
+Python itself imports this file in every process, child processes included.
 """
 
 import importlib.abc
@@ -13,13 +13,13 @@ import tempfile
 
 os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "NUMBA_CPU_NAME": "haswell"}
 os.environ["NUMBA_CPU_FEATURES"] = ""
-# What vLLM has compiled for one instruction set must not be taken for the other: with it answers are NaN.
+# Code that vLLM compiled for one instruction set must not run with the other: it would return NaN.
 for _variable, _folder in (("VLLM_CACHE_ROOT", "vllm"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
     os.environ.setdefault(_variable, os.path.join(tempfile.gettempdir(), f"without-avx512-{os.getuid()}", _folder))
 
 
 class _TorchCpu(importlib.abc.MetaPathFinder):
-    """Answers no where torch.cpu is asked for an instruction set above AVX2."""
+    """Says no when torch.cpu is asked for an instruction set above AVX2."""
 
     def find_spec(self, name, path, target=None):
         if name != "torch.cpu":

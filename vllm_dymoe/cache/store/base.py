@@ -15,7 +15,7 @@ class StoreError(RuntimeError):
 
 
 class DamagedStoreError(StoreError):
-    """Files that are proven to differ from what was written; writing the store again repairs it.
+    """Files that provably differ from what was written; writing the store again repairs it.
 
     Files that merely could not be opened or read raise a plain StoreError, which is no reason to replace them.
     """
@@ -26,19 +26,19 @@ class HostMemoryError(StoreError):
 
 
 class Lent(Protocol):
-    """A slice in host memory that stays there while it is lent."""
+    """A slice in host memory, which stays there while it is lent."""
 
     packed: torch.Tensor  # uint8 [bytes of the slice]
-    pinned: bool  # a device's copy engine reads it by itself
-    last_read: Any  # event behind the last copy out of it, for whatever enqueues one to set
+    pinned: bool  # a device's copy engine can read it directly
+    last_read: Any  # event after the last copy out of it, set by whoever enqueues one
 
 
 class HostStore(ABC):
     """Reads packed experts; safe to call from several threads."""
 
     experts: ModelExperts
-    whole = False  # all slices are in memory for good, and checked
-    lost_before = 0  # pages of mapped files that this process had lost when the store was opened
+    whole = False  # all slices are in memory permanently, and verified
+    lost_before = 0  # pages of mapped files that this process had lost before the store was opened
 
     @property
     @abstractmethod
@@ -47,12 +47,12 @@ class HostStore(ABC):
 
     @property
     def readable(self) -> bool:
-        """Whether the experts' device can read every packed expert by itself."""
+        """Whether the experts' device can read every packed expert directly."""
         return False
 
     @property
     def depth(self) -> int:
-        """Number of concurrent reads that pays."""
+        """Useful number of concurrent reads."""
         return 1
 
     @property
@@ -64,27 +64,25 @@ class HostStore(ABC):
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy one packed expert, or neighbouring projections of it, into host memory: uint8 [bytes], contiguous.
+        """Copy one packed expert, or adjacent projections of it, into host memory: uint8 [bytes], contiguous.
 
-        Raises StoreError if the bytes cannot be read, or differ from what was written, and BlockingIOError if ``wait``
-        is not set and they are not in memory. ``destination`` may then be half-written.
+        StoreError if the bytes cannot be read, or differ from what was written. BlockingIOError if ``wait`` is not set
+        and they are not in memory; ``destination`` may then be partly written.
         """
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> AbstractContextManager[Lent | None]:
-        """Lend a slice where it is in host memory; None if the store has none there. Arguments and errors as
-        ``read_into``.
-        """
+        """Lend a slice that is in host memory; yields None if it is not. Arguments and errors as for ``read_into``."""
         return nullcontext()
 
     @property
     def mapped(self) -> bool:
-        """Whether a CPU can compute slices where they are, if they are ``in_memory``."""
+        """Whether a CPU can compute slices in place, if they are ``in_memory``."""
         return self.whole
 
     def in_memory(self, key: SliceKey) -> bool:
-        """Return whether a slice can be read without waiting for a disk, and is what was written."""
+        """Return whether a slice can be read without waiting for a disk, and is verified."""
         return self.whole
 
     def lost(self, keys: Iterable[SliceKey]) -> str:

@@ -1,9 +1,8 @@
-"""How the files of a store are read: past the page cache or through it, how many reads at once, and how fast that was.
+"""How a store's files are read: through the page cache or past it, how many reads at once, and at which rate.
 
-The first starts measure, and ``disk.json`` beside the store keeps the best for each machine and disk: a disk that
-others use looks slow. Which
-way is better depends on memory as well: what the page cache holds is copied as fast as memory, but what comes from the
-disk through it takes a core, and may be read in small pieces.
+The first starts measure, and ``disk.json`` next to the store keeps the best result for each machine and disk, because a
+disk that others use looks slow. Which way is faster also depends on memory: pages in the page cache are copied as fast
+as memory, but reading others from disk through it takes a core, and may happen in small pieces.
 """
 
 import contextlib
@@ -29,9 +28,9 @@ from vllm_dymoe.durable import keep_beside, kept_beside
 RATES = "disk.json"
 MEASURED_STARTS = 3
 _DEPTHS = (1, 2, 4, 8, 16)
-_MEASURED_BYTES = 32 << 20  # for each depth: 0.2 s and less, on a disk worth serving from
-_ENOUGH = 0.9  # of the best rate; deeper queues only lengthen each read
-_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on other policies
+_MEASURED_BYTES = 32 << 20  # for each depth: at most 0.2 s on a disk worth serving from
+_ENOUGH = 0.9  # share of the best rate; deeper queues only lengthen each read
+_DIRECT = getattr(os, "O_DIRECT", 0)  # absent on other systems
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 _buffers = threading.local()
@@ -43,10 +42,10 @@ _prctl = ctypes.CDLL(None).prctl
 class DiskRates:
     """Measured rates of a disk, in bytes per second."""
 
-    direct: dict[int, float]  # past the page cache, by reads at once; empty on a file system that cannot
-    cached: float  # through the page cache, by one reader, of what was not in it
-    warm: float  # of what was
-    measured: int = 1  # how often; this is the best of them
+    direct: dict[int, float]  # past the page cache, by concurrent reads; empty if the file system does not support it
+    cached: float  # through the page cache, by one reader, for bytes not in it
+    warm: float  # for bytes in it
+    measured: int = 1  # number of measurements, of which this is the best
 
     def best(self, other: "DiskRates") -> "DiskRates":
         direct = {depth: max(rate, self.direct.get(depth, 0.0)) for depth, rate in other.direct.items()}
@@ -55,12 +54,12 @@ class DiskRates:
 
     @property
     def depth(self) -> int:
-        """The smallest number of concurrent reads that is about as fast as any."""
+        """Return the smallest number of concurrent reads that reaches about the best rate."""
         best = max(self.direct.values(), default=0.0)
         return min((depth for depth, rate in self.direct.items() if rate >= _ENOUGH * best), default=_DEPTHS[2])
 
     def read_past_cache(self, held: float) -> bool:
-        """Return whether that is faster, if the page cache holds a share of what is read."""
+        """Return whether reading past the page cache is faster, if that holds the share ``held`` of the bytes."""
         through = held / self.warm + (1 - held) / self.cached
         return bool(self.direct) and 1 / self.direct[self.depth] < through
 
@@ -70,10 +69,10 @@ class Reading:
     """How a store's files are read."""
 
     direct: bool = False  # past the page cache
-    depth: int = 1  # reads at once
-    drops: bool = False  # what was read through the page cache is not left in it
+    depth: int = 1  # concurrent reads
+    drops: bool = False  # drop bytes from the page cache after reading through it
     check: Literal["first", "always"] = "first"
-    """When sections are compared with their checksums: whenever a disk is read, or in memory as well."""
+    """When sections are compared with their checksums: when a disk is read ("first"), or also in memory ("always")."""
     bytes_per_second: float | None = None  # of an emulated disk
 
     @property
@@ -86,10 +85,10 @@ class Reading:
 class DiskCounts:
     """Counts of what was read from files, by any number of threads."""
 
-    reads: int = 0  # that have ended
-    nbytes: int = 0  # that they brought
-    under_way: int = 0  # reads that run now
-    seconds: float = 0.0  # in which at least one ran
+    reads: int = 0  # number of finished reads
+    nbytes: int = 0  # bytes that they read
+    under_way: int = 0  # number of running reads
+    seconds: float = 0.0  # seconds in which at least one read ran
     _since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -122,7 +121,7 @@ class DiskCounts:
 def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
     """Read with ``preadv`` and O_DIRECT: directly if both sides are aligned, else through a buffer of the thread.
 
-    Returns how many bytes the file had, fewer than requested at its end.
+    Returns the number of bytes read, fewer than requested at the file's end.
     """
     nbytes = destination.numel()
     begin = offset // BLOCK * BLOCK
@@ -142,7 +141,7 @@ def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Return this thread's page-aligned buffer of at least so many bytes."""
+    """Return this thread's page-aligned buffer of at least ``nbytes`` bytes."""
     held: memoryview | None = getattr(_buffers, "view", None)
     if held is None or len(held) < nbytes:
         _buffers.view = held = memoryview(mmap.mmap(-1, nbytes))
@@ -150,9 +149,9 @@ def _buffer(nbytes: int) -> memoryview:
 
 
 def set_direct(file: int, *, direct: bool) -> bool:
-    """Switch an open file to reading past the page cache, or through it; return which it is now.
+    """Switch an open file to reading past the page cache, or through it; return the mode in effect.
 
-    Not every file system supports it.
+    Not every file system supports both.
     """
     try:
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -163,7 +162,7 @@ def set_direct(file: int, *, direct: bool) -> bool:
         return False
     if direct:
         try:
-            read_direct(file, torch.empty(BLOCK, dtype=torch.uint8), 0)  # some refuse only now
+            read_direct(file, torch.empty(BLOCK, dtype=torch.uint8), 0)  # some file systems refuse only now
         except OSError:
             set_direct(file, direct=False)
             return False
@@ -171,18 +170,18 @@ def set_direct(file: int, *, direct: bool) -> bool:
 
 
 def known_rates(folder: Path) -> DiskRates | None:
-    """Return what earlier starts on this machine measured for a folder's disk, if it can be read."""
+    """Return the rates that earlier starts on this machine measured for a folder's disk, if they can be read."""
     rates = kept_beside(folder / RATES, storage_of(folder), DiskRates)
     return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 
 
 def keep_rates(folder: Path, rates: DiskRates) -> None:
-    """Keep rates for the next start; if the folder cannot be written, the next start measures again."""
+    """Store rates for the next start; if the folder cannot be written, the next start measures again."""
     keep_beside(folder / RATES, storage_of(folder), rates)
 
 
 def storage_of(folder: Path) -> str:
-    """Describe the disk that a folder is on, as this machine has it; rates of another disk do not apply."""
+    """Return a description of a folder's disk on this machine; rates of another disk do not apply."""
     return f"{machine()}, {_mounted(folder)}"
 
 
@@ -195,7 +194,8 @@ def _mounted(folder: Path) -> str:
             place, _, source = line.partition(" - ")
             number, _, point = place.split()[2:5]
             mounted = Path(point.encode().decode("unicode_escape"))
-            if len(mounted.parts) >= longest and folder.is_relative_to(mounted):  # of two in one place the later counts
+            # Of two mounts in one place the later one counts.
+            if len(mounted.parts) >= longest and folder.is_relative_to(mounted):
                 longest, found = len(mounted.parts), f"{' '.join(source.split()[:2])}{_block_device(number)}"
     except (OSError, ValueError):
         pass
@@ -203,11 +203,11 @@ def _mounted(folder: Path) -> str:
 
 
 def _block_device(number: str) -> str:
-    """Return model, serial number and size of a local disk, as far as the system names them."""
+    """Return model, serial number and size of a local disk, as far as the system reports them."""
     device = _BLOCK_DEVICES / number
     said = []
     for name in ("device/model", "device/serial", "size"):
-        for place in (device, device.resolve().parent):  # a partition's disk lies around it
+        for place in (device, device.resolve().parent):  # a partition's directory is inside its disk's
             with contextlib.suppress(OSError):
                 said.append((place / name).read_text().strip())
                 break
@@ -221,10 +221,10 @@ def measure_rates(
     slices: Sequence[int],
     nbytes: int,
 ) -> DiskRates:
-    """Read random slices of a store, of up to so many bytes, in every way.
+    """Measure the rates of random slices of a store, up to ``nbytes`` bytes, in every way of reading.
 
     ``use`` selects a way and returns whether it is possible, ``read`` returns the bytes of a slice, and ``forget``
-    removes a slice from the page cache. Raises StoreError if the store cannot be read.
+    removes a slice from the page cache. StoreError if the store cannot be read.
     """
     chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
     for number in chosen:
@@ -245,18 +245,18 @@ class Pacer:
     """Delays bytes to one queue of a given rate, in wall-clock time."""
 
     def __init__(self) -> None:
-        self._lock, self._free = threading.Lock(), 0.0  # when the last byte that was promised so far arrives
+        self._lock, self._free = threading.Lock(), 0.0  # when the last byte promised so far arrives
 
     def wait(self, nbytes: int, ready: float, bytes_per_second: float) -> None:
         """Sleep until the last of these bytes would have arrived."""
         with self._lock:
-            # The queue begins when it is free and not when this thread was woken: a late thread loses no time.
+            # The transfer begins when the queue is free, not when this thread was woken: a late thread loses no time.
             self._free = due = max(self._free, ready) + nbytes / bytes_per_second
         sleep_until(due)
 
 
 def sleep_until(due: float) -> None:
-    """Sleep until a moment of ``time.perf_counter``, accurate to some microseconds."""
+    """Sleep until a time of ``time.perf_counter``, accurate to some microseconds."""
     if (left := due - time.perf_counter()) > 0:
-        _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread; the kernel may oversleep by 50 us otherwise
+        _prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # for this thread; the kernel may oversleep by 50 us otherwise
         time.sleep(left)

@@ -1,7 +1,7 @@
 """A store in files: one safetensors file for each MoE layer.
 
-Each holds a ``uint8 [experts, packed bytes]`` tensor for each version and, beside it, the checksum of every section.
-The manifest ``dymoe_experts.json`` describes them and is written last, so a folder with a manifest is complete. Byte
+Each file holds a ``uint8 [experts, packed bytes]`` tensor for each version and the checksum of every section. The
+manifest ``dymoe_experts.json`` describes them and is written last, so a folder with a manifest is complete. Byte
 offsets: docs/format.md.
 """
 
@@ -52,8 +52,8 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
 
 _NOTHING: frozenset[int] = frozenset()
-_SPARE_DESCRIPTORS = 16  # for what else a process opens for a moment
-_SECONDS = 1.0  # after which a file that is computed with where it lies is looked at again
+_SPARE_DESCRIPTORS = 16  # for files that the process opens for a moment
+_SECONDS = 1.0  # interval after which a mapped file in use is checked again
 
 
 def file_name(layer_index: int) -> str:
@@ -61,19 +61,19 @@ def file_name(layer_index: int) -> str:
 
 
 def checksum(section: memoryview) -> int:
-    """XXH3-64 of a section as a signed number: as fast as memory, where zlib's CRC-32 would take longer than a read."""
+    """Return XXH3-64 of a section as a signed number; it is as fast as memory, zlib's CRC-32 slower than a read."""
     return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
 
 
 class _Layer(NamedTuple):
     path: Path
     file: int
-    begins: dict[int, tuple[int, int]]  # by bits: first byte, and from one slice to the next
+    begins: dict[int, tuple[int, int]]  # by bits: first byte, and distance of slices
     expected: dict[int, torch.Tensor]  # checksums by bits: int64 [experts, projections]
 
 
 class _Stamp(NamedTuple):
-    """What the system says of a file, and changes with every write to it."""
+    """A file's metadata, which every write changes."""
 
     size: int
     modified: int  # ns
@@ -88,18 +88,18 @@ class _Stamp(NamedTuple):
 class FileStore(HostStore):
     """Packed experts in safetensors shards.
 
-    Reads are ``preadv``: a truncated or failing file is an error that a request can report, where a mapping would kill
-    the process with SIGBUS. Whatever comes from a disk is compared with its checksum, however often it came before;
-    what the page cache had is compared once, and again after its file was written to.
+    Reads use ``preadv``: a truncated or failing file is an error that a request can report, whereas with a mapping
+    SIGBUS would kill the process. Bytes from a disk are compared with their checksums every time; bytes from the page
+    cache only once, and again after their file was written to.
 
-    DamagedStoreError if files are not those that the manifest says, StoreError if they cannot be read.
+    DamagedStoreError if files do not match the manifest, StoreError if they cannot be read.
 
     Args:
-        layers: model layers to open, as a pipeline stage needs them; all of the manifest's if None.
+        layers: model layers to open, for a pipeline stage; all of the manifest's if None.
 
     Attributes:
-        counts: of what was read.
-        unmapped: why files cannot be computed with where they lie; empty if they can, or were not tried.
+        counts: of reads.
+        unmapped: why a CPU cannot compute from mapped files; empty if it can, or if that was not tried.
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:
@@ -108,7 +108,7 @@ class FileStore(HostStore):
         held = self.manifest.experts
         if layers is not None and not set(layers) <= set(held.layers):
             raise StoreError(
-                f"the experts in {folder} are those of the layers {list(held.layers)}, but {list(layers)} are needed; "
+                f"the experts in {folder} are for the layers {list(held.layers)}, but {list(layers)} are needed; "
                 "write the store again for this model."
             )
         self.experts = held if layers is None else replace(held, layers=layers)
@@ -118,7 +118,7 @@ class FileStore(HostStore):
         self._descriptors: list[int] = []
         self._verified: dict[SliceKey, frozenset[int]] = {}
         self._stamps: list[_Stamp] = []
-        self._looked: list[float] = []  # when each file was looked at, of those that are mapped
+        self._looked: list[float] = []  # when each mapped file was checked
         self._maps: list[MappedFile] = []
         self.unmapped, self.lost_before = "", lost_pages()
         _check_descriptors(folder, len(self.experts.layers))
@@ -138,7 +138,7 @@ class FileStore(HostStore):
 
     @property
     def reading(self) -> Reading:
-        """How files are read; through the page cache unless another way is chosen."""
+        """How files are read; through the page cache unless set otherwise."""
         return self._reading
 
     @reading.setter
@@ -151,8 +151,10 @@ class FileStore(HostStore):
 
     @property
     def depth(self) -> int:
-        """One thread more than the disk wants reads at once, where each of them also checks what it has read: the disk
-        does not wait for that."""
+        """One thread more than the disk's best number of concurrent reads.
+
+        Each thread also verifies its bytes, so one more keeps the disk busy.
+        """
         return self.reading.depth + self._direct
 
     @property
@@ -160,8 +162,10 @@ class FileStore(HostStore):
         return not self.reading.direct
 
     def rates(self) -> DiskRates:
-        """How fast its disk is: the best of what the first starts on this machine have measured, a second each, and
-        kept beside it; StoreError if the files cannot be read."""
+        """Return the disk's rates: the best that the first starts on this machine measured, a second each.
+
+        They are stored next to the files. StoreError if the files cannot be read.
+        """
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:
             every = list(all_keys(self.experts))
@@ -212,14 +216,14 @@ class FileStore(HostStore):
             if not self.mapped:
                 return False
             if not self._maps[key.layer].has(self._begin(key), nbytes):
-                self._verified.pop(key, None)  # it comes from the disk once more
+                self._verified.pop(key, None)  # it is read from disk again
                 return False
             if self._looked[key.layer] + _SECONDS < time.monotonic():
                 self._looked[key.layer] = time.monotonic()
                 self._look(key.layer)
             if not self._verified.get(key, _NOTHING).issuperset(EVERY_PROJECTION):
                 self.check(key, self.packed(key))
-        except (OSError, ValueError, StoreError):  # what is wrong with a file a read says, to those that it concerns
+        except (OSError, ValueError, StoreError):  # a read reports a file's fault to the requests that need it
             return False
         return True
 
@@ -248,8 +252,10 @@ class FileStore(HostStore):
         self.reading = self.reading  # of all of them
 
     def bind(self) -> None:
-        """Have the manifest of an older store say which shards are its own, as those of new stores do; StoreError if
-        it cannot be written. The caller has read and checked everything before."""
+        """Write the digests of its shards into an older store's manifest, as new stores have them.
+
+        The caller must have read and verified everything before. StoreError if the manifest cannot be written.
+        """
         described = replace(self.manifest, version=STORE_VERSION, described="")
         shards = {}
         try:
@@ -261,12 +267,12 @@ class FileStore(HostStore):
             raise StoreError(f"{self.folder / MANIFEST} cannot be written ({error.strerror}).") from error
 
     def _begin(self, key: SliceKey) -> int:
-        """First byte of a slice."""
+        """Return the offset of a slice."""
         begin, stride = self._layers[key.layer].begins[key.bits]
         return begin + key.expert * stride
 
     def _map(self) -> bool:
-        """Whether all files are mapped, so that a CPU computes with them where they lie."""
+        """Return whether all files are mapped, so that a CPU can compute from them; maps them if needed."""
         if len(self._maps) < len(self._layers) and not self.unmapped:
             try:
                 for layer in self._layers[len(self._maps) :]:
@@ -276,7 +282,7 @@ class FileStore(HostStore):
         return not self.unmapped
 
     def _look(self, layer: int) -> None:
-        """Notice that a file was written to since it was opened: nothing that was checked before is taken for good."""
+        """Check whether a file was written to since it was opened; then its slices are verified again."""
         try:
             now = _Stamp.of(self._layers[layer].file)
         except OSError as error:
@@ -287,12 +293,12 @@ class FileStore(HostStore):
             self._stamps[layer] = now
 
     def _fill(self, key: SliceKey, destination: torch.Tensor, span: slice, *, wait: bool = True) -> bool:
-        """Read a part of a slice; returns whether a disk was read, as far as the system says so."""
+        """Read a part of a slice; return whether a disk was read, as far as the system reports it."""
         begun, reading, direct = time.perf_counter(), self._reading, self._direct
         path, file = self._layers[key.layer][:2]
         offset, nbytes = self._begin(key) + span.start, span.stop - span.start
         if not wait and (direct or reading.bytes_per_second):
-            raise BlockingIOError(errno.EAGAIN, "a disk has to be waited for")
+            raise BlockingIOError(errno.EAGAIN, "the read would have to wait for a disk")
         try:
             if direct:
                 with self._turns:
@@ -320,8 +326,10 @@ class FileStore(HostStore):
             close_file(self._descriptors.pop())
 
     def check(self, key: SliceKey, read: torch.Tensor, projections: range = EVERY_PROJECTION) -> None:
-        """Compare bytes of a slice (uint8, contiguous) with their checksums, and look at what kernels take for indices;
-        DamagedStoreError if something is wrong."""
+        """Compare bytes of a slice (uint8, contiguous) with their checksums, and check indices that kernels use.
+
+        DamagedStoreError if something is wrong.
+        """
         layer, there = self._layers[key.layer], read.numpy().data
         expected = layer.expected[key.bits][key.expert].tolist()
         fmt = self.experts.format(key)
@@ -333,7 +341,7 @@ class FileStore(HostStore):
             if part and checksum(part) != expected[projection]:
                 wrong = "does not match its checksum"
             elif part and not _orders_columns(fmt.matrices[projection], part):
-                wrong = "has an order of columns that is none"
+                wrong = "has an invalid order of columns"
             if wrong:
                 raise DamagedStoreError(
                     f"{layer.path} is corrupted: the {Projection(projection).name.lower()} projection of "
@@ -369,44 +377,44 @@ class FileStore(HostStore):
             said = read_metadata(file)
             whose = f"layer {said.get('layer', '?')} of model {said.get('model', '?')}"
             raise DamagedStoreError(
-                f"{path} is not the file that {MANIFEST} beside it names for layer {layer_index} of model "
-                f"{self.manifest.model}: it says that it is {whose}; {_again(path.parent)}."
+                f"{path} is not the file that {MANIFEST} next to it expects for layer {layer_index} of model "
+                f"{self.manifest.model}: it claims to be {whose}; {_again(path.parent)}."
             )
         return _Layer(path, file, begins, expected)
 
 
 def digest_of(manifest: Manifest, layer_index: int, file: int, places: Mapping[str, TensorPlace]) -> str:
-    """What a manifest has to say of an open shard; OSError if it cannot be read."""
+    """Return an open shard's digest for the manifest; OSError if it cannot be read."""
     header = os.pread(file, min((place.begin for place in places.values()), default=0), 0)
     tables = [os.pread(file, place.nbytes, place.begin) for place in places.values() if place.name.endswith(".xxh3")]
     return manifest.shard_digest(layer_index, header, tables)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """OSError if it cannot be written."""
+    """Write a manifest durably; OSError if that fails."""
     replace_file(path, (json.dumps(manifest.to_json(), indent=2) + "\n").encode())
 
 
 def _check_descriptors(folder: Path, needed: int) -> None:
-    """Refuse to open more files than this process may; StoreError."""
+    """Raise StoreError if opening ``needed`` files would exceed this process's limit."""
     with contextlib.suppress(OSError):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         there = len(os.listdir("/proc/self/fd"))
         wanted = there + needed + _SPARE_DESCRIPTORS
         if wanted > limit != resource.RLIM_INFINITY:
             raise StoreError(
-                f"the experts in {folder} are {needed} files, and this process has {there} open of the {limit} that it "
-                f"may have (ulimit -n); raise the limit to {wanted} or more."
+                f"the experts in {folder} are {needed} files, but this process has {there} of {limit} files open "
+                f"(ulimit -n); raise the limit to {wanted} or more."
             )
 
 
 def _forget(file: int, offset: int, nbytes: int) -> None:
-    with contextlib.suppress(OSError):  # it is advice
+    with contextlib.suppress(OSError):  # the call is only advice
         os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _orders_columns(form: MatrixFormat, section: memoryview) -> bool:
-    """Whether a section's order of columns, if it has one, is a permutation: kernels read inputs by it, unchecked."""
+    """Return whether a section's order of columns, if it has one, is a permutation; kernels use it unchecked."""
     if not form.act_order or not form.rows or form.nested:
         return True
     order = np.frombuffer(section, np.uint16, form.columns, form.order_offset)
@@ -414,14 +422,16 @@ def _orders_columns(form: MatrixFormat, section: memoryview) -> bool:
 
 
 def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> tuple[int, bool]:
-    """Through the page cache; returns how many bytes the file had, and whether some came from a disk, or may have.
-    Without ``wait`` BlockingIOError if a disk has to be waited for."""
+    """Read through the page cache; return the number of bytes read, and whether some may have come from a disk.
+
+    BlockingIOError without ``wait`` if the read would have to wait for a disk.
+    """
     view, done, flags, from_disk = destination.numpy().data, 0, os.RWF_NOWAIT, False
     while done < len(view):
         try:
             count = os.preadv(file, [view[done:]], offset + done, flags)
         except OSError as error:
-            # Not every file system can say whether it would have to wait.
+            # Not every file system can tell whether it would have to wait.
             if flags == 0 or error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             if not wait:
@@ -437,7 +447,7 @@ def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: boo
 def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: int) -> TensorPlace:
     place = places.get(name)
     if place is None:
-        raise DamagedStoreError(f"{path} has no tensor {name}, which the manifest promises; {_again(path.parent)}.")
+        raise DamagedStoreError(f"{path} has no tensor {name}, which the manifest lists; {_again(path.parent)}.")
     if place.nbytes != nbytes:
         raise DamagedStoreError(
             f"{path} holds {place.nbytes} bytes of {name} where the manifest says {nbytes}; {_again(path.parent)}."
@@ -446,7 +456,10 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
 
 
 def _cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
-    """For what may be otherwise at another time, or for another process: no reason to write anything again."""
+    """Return a StoreError for a fault that may be temporary or specific to this process.
+
+    Such a fault is no reason to write the store again.
+    """
     advice = "check its disk; the store is left as it is"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "raise the limit of open files (ulimit -n)"

@@ -11,16 +11,16 @@ from safetensors import SafetensorError, safe_open
 
 from vllm_dymoe.cache.store.base import DamagedStoreError, StoreError
 
-_MOST_HEADER_BYTES = 100_000_000  # as safetensors
+_MOST_HEADER_BYTES = 100_000_000  # as in safetensors
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor is: bytes ``begin`` to ``end`` of a file."""
+    """Location of a tensor: bytes ``begin`` to ``end`` of a file."""
 
     name: str
     path: Path
-    dtype: str  # in safetensors' words, "BF16"
+    dtype: str  # as safetensors writes it, "BF16"
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -53,19 +53,22 @@ def make_header(
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
-    """Where the tensors of a safetensors file lie, by name, once safetensors itself has checked the header and the
-    file's length; DamagedStoreError if something is wrong, StoreError if it cannot be read."""
+    """Return the places of the tensors in a safetensors file, by name.
+
+    safetensors itself checks header and length first. DamagedStoreError if they are invalid, StoreError if the file
+    cannot be read.
+    """
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
         if not 0 < length <= _MOST_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes")
+            raise ValueError(f"its header has {length} bytes")
         header = json.loads(os.pread(file, length, 8))
         header.pop("__metadata__", None)
         places = {}
         for name, tensor in header.items():
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
             if not 8 + length <= begin <= end:
-                raise ValueError(f"a tensor from byte {begin} to {end}")
+                raise ValueError(f"a tensor ranges from byte {begin} to byte {end}")
             places[name] = TensorPlace(name, path, tensor["dtype"], tuple(tensor["shape"]), begin, end)
         size, reserved = os.fstat(file).st_size, max((place.end for place in places.values()), default=0)
     except OSError as error:
@@ -74,7 +77,7 @@ def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
         raise DamagedStoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error
     if reserved > size:
         raise DamagedStoreError(
-            f"{path} has {size} bytes where its header promises {reserved}; the file was truncated: write the store "
+            f"{path} has {size} bytes, but its header describes {reserved}; the file was truncated: write the store "
             "again."
         )
     _validate(path, file)
@@ -82,7 +85,7 @@ def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
 
 
 def read_metadata(file: int) -> dict[str, str]:
-    """What a safetensors file says of itself; empty if it says nothing, or is none."""
+    """Return the metadata of a safetensors file; empty if there is none, or if it is not such a file."""
     try:
         length = int.from_bytes(os.pread(file, 8, 0), "little")
         found = json.loads(os.pread(file, min(length, _MOST_HEADER_BYTES), 8))["__metadata__"]
@@ -92,10 +95,12 @@ def read_metadata(file: int) -> dict[str, str]:
 
 
 def _validate(path: Path, file: int) -> None:
-    """Have safetensors check the header of an open file, whose tensors fill it without a gap; DamagedStoreError if it
-    is refused, StoreError if it could not be read."""
+    """Check the header of an open file with safetensors, whose tensors must fill it without a gap.
+
+    DamagedStoreError if it is invalid, StoreError if it could not be read.
+    """
     try:
-        with safe_open(f"/proc/self/fd/{file}", framework="np"):  # the file that is open, whatever has its name now
+        with safe_open(f"/proc/self/fd/{file}", framework="np"):  # the open file, whatever has its name by now
             pass
     except SafetensorError as error:
         raise DamagedStoreError(f"{path} is not a safetensors file ({error}); write the store again.") from error

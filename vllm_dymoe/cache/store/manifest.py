@@ -18,10 +18,11 @@ from vllm_dymoe.experts.format import DownFormat, ExpertFormat, ModelExperts, ne
 MANIFEST = "dymoe_experts.json"
 STORE_VERSION = 7
 READABLE_VERSIONS = (5, 6, STORE_VERSION)
-"""Before version 7 nothing bound a shard to its layer and its model; stores of version 5 have slices one behind the
-other. Otherwise they are the same."""
+"""Versions that can be read. Before version 7 no digest bound a shard to its layer and model; version 5 stores
+slices without alignment. Otherwise they are the same.
+"""
 
-BLOCK = 4096  # where slices of new stores begin, in bytes: what O_DIRECT reads straight into a slot
+BLOCK = 4096  # alignment of slices in new stores, in bytes: O_DIRECT reads them straight into a slot
 
 _BINDING_VERSION = 7
 _UNBOUND = frozenset(("shards", "errors"))
@@ -31,14 +32,14 @@ _NAMED = CODEBOOKS | LATTICES
 
 
 def describe_encodings(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
-    """Describe encodings as a manifest, or a checkpoint's quantization_config, has them."""
+    """Return encodings as a manifest, or a checkpoint's quantization_config, stores them."""
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
     named = {str(bits): fmt.encoding.name for bits, fmt in formats.items() if fmt.encoding.name in _NAMED}
     return flags | {_CODEBOOKS: named}
 
 
 def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Return the described encoding of one bit-width as arguments of :class:`ExpertFormat`."""
+    """Return the stored encoding of one bit-width as arguments of :class:`ExpertFormat`."""
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
@@ -72,17 +73,17 @@ def _read_down(said: Mapping[str, Any]) -> DownFormat | None:
 
 
 def encodings_of(quantizer: str) -> dict[str, Any]:
-    """Return a quantizer's encodings, as ``describe_encodings`` describes them."""
+    """Return a quantizer's encodings, in the form of ``describe_encodings``."""
     return (
         {_CODEBOOKS: {str(encoding.bits): encoding.name for encoding in LATTICES.values()}} if quantizer == "e8" else {}
     )
 
 
 def _check_numbers(numbers: list[Any]) -> None:
-    """ValueError unless all of them are whole numbers above 0, which a file may be said to have."""
+    """Raise ValueError unless all numbers are integers above 0 of plausible size."""
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 31:
-            raise ValueError(f"{number!r} is no number of layers, experts, ranks or bytes")
+            raise ValueError(f"{number!r} is not a valid number of layers, experts, ranks or bytes")
 
 
 Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), return_type=float)]
@@ -96,10 +97,11 @@ class ErrorRecord:
     """
 
     weight: Mapping[int, tuple[Short, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
-    output: Mapping[int, tuple[Short, ...]] = field(default_factory=dict)  # of X W^T, X being a calibration's inputs
-    fallbacks: tuple[tuple[int, ...], ...] = ()  # experts of each layer that it saw too rarely to be used
+    # Of X W^T, where X are a calibration's inputs.
+    output: Mapping[int, tuple[Short, ...]] = field(default_factory=dict)
+    fallbacks: tuple[tuple[int, ...], ...] = ()  # experts of each layer that got too few tokens in the calibration
     experts: Mapping[int, tuple[tuple[Short, ...], ...]] = field(default_factory=dict)
-    """By bit-width, the expected square of each expert's output error, where its routing weight is 1."""
+    """By bit-width, the expected squared output error of each expert at routing weight 1."""
 
 
 _ERRORS = TypeAdapter(ErrorRecord)
@@ -107,28 +109,31 @@ _ERRORS = TypeAdapter(ErrorRecord)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds, and for which model. Errors, alignment and digests are not part of its identity."""
+    """Content of a store, and its model. Errors, alignment and digests are not part of its identity."""
 
     experts: ModelExperts
     quantizer: str
-    model: str  # fingerprint of the checkpoint that it was made from
-    tensor_parallel: tuple[int, int] = (0, 1)  # rank and size of the slice that it holds
-    errors: ErrorRecord | None = field(default=None, compare=False)  # None where they were not recorded
-    alignment: int = field(default=BLOCK, compare=False)  # multiple of bytes that slices begin at in the files
+    model: str  # fingerprint of the checkpoint from which it was made
+    tensor_parallel: tuple[int, int] = (0, 1)  # rank and size of the slice in this store
+    errors: ErrorRecord | None = field(default=None, compare=False)  # None if not recorded
+    alignment: int = field(default=BLOCK, compare=False)  # slices begin at multiples of this many bytes in the files
     version: int = field(default=STORE_VERSION, compare=False)
     shards: Mapping[int, str] = field(default_factory=dict, compare=False)
-    """By index of the layer, ``shard_digest`` of its file; empty before they are written, and before version 7."""
+    """``shard_digest`` of each layer's file; empty before they are written, and before version 7."""
     described: str = field(default="", compare=False, repr=False)
-    """Of one that was read, what it says that decides what bytes mean, as it stands in its file."""
+    """Of a manifest that was read: its fields that determine the meaning of bytes, as text."""
 
     @property
     def binds(self) -> bool:
-        """Whether the manifest says which files are its own."""
+        """Whether the manifest has digests of its files."""
         return self.version >= _BINDING_VERSION
 
     def shard_digest(self, layer: int, header: bytes, checksums: Iterable[bytes]) -> str:
-        """SHA-256 (hex) of what decides the content of a layer's file: the manifest but for errors, the layer, the
-        file's header and its tables of checksums. So a file of another layer, model or store has another one."""
+        """Return the SHA-256 (hex) of everything that determines the content of a layer's file.
+
+        It covers the manifest except errors, the layer, the file's header and its tables of checksums, so it differs
+        for any other layer, model or store.
+        """
         digest = hashlib.sha256()
         for part in ((self.described or _described(self.to_json())).encode(), str(layer).encode(), header, *checksums):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -166,8 +171,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a store. DamagedStoreError if it is none, StoreError if it is unreadable or of another
-        version.
+        """Read the manifest of a store.
+
+        Raises DamagedStoreError if it is invalid, StoreError if unreadable or of another version.
         """
         path = folder / MANIFEST
         try:
@@ -203,7 +209,7 @@ class Manifest:
             experts = ModelExperts(*shape, formats, curves=curves, lost=lost, own=own)
             for bits, fmt in formats.items():
                 if (held := data["blob_bytes"][str(bits)]) != fmt.whole_nbytes:
-                    raise ValueError(f"packed experts of {held} bytes where {fmt.whole_nbytes} are expected")
+                    raise ValueError(f"packed experts have {held} bytes, but {fmt.whole_nbytes} are expected")
             parallel = data["tensor_parallel"]
             rank, alignment = (parallel["rank"], parallel["size"]), data.get("alignment", 1)
             _check_numbers([alignment, *shape[1:], parallel["size"], *(number + 1 for number in (*shape[0], rank[0]))])
@@ -220,5 +226,5 @@ class Manifest:
 
 
 def _described(data: Mapping[str, Any]) -> str:
-    """What a manifest says that decides what bytes mean, as text that does not depend on the order of its fields."""
+    """Return the fields that determine the meaning of bytes, as text independent of their order."""
     return json.dumps({name: value for name, value in data.items() if name not in _UNBOUND}, sort_keys=True)

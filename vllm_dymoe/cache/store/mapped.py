@@ -1,8 +1,10 @@
-"""Mapped files, so that a CPU computes experts in the page cache: a copy into a slot takes longer than one read.
+"""Mapped files, from which a CPU computes experts that are in the page cache.
 
-A failing read is an error that a request can report, but a failing page of a mapping would end the process. So the
-native library guards mappings: a page that cannot be read becomes zeros and is counted, and from then on files are
-read.
+Copying one into a slot would take longer than reading it once.
+
+A failing read is an error that a request can report, but a failing page of a mapping would kill the process. So the
+native library guards mappings: a page that cannot be read becomes zeros and is counted, and from then on files are read
+instead.
 """
 
 import ctypes
@@ -17,7 +19,7 @@ import torch
 
 from vllm_dymoe.kernels import native
 
-_SECONDS = 1.0  # for which a slice that was in memory is taken to be there
+_SECONDS = 1.0  # time for which a slice counts as being in memory after a check
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -26,7 +28,7 @@ _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 
 
 class MappedFile:
-    """The bytes of a file. Raises OSError if they cannot be mapped, or guarded."""
+    """The bytes of a file; OSError if they cannot be mapped or guarded."""
 
     def __init__(self, file: int) -> None:
         library = native.load()
@@ -44,14 +46,14 @@ class MappedFile:
         if numbers[0] < 0:
             numbers.clear()
             raise OSError(errno.ENOMEM, "too many files are mapped")
-        self._known: dict[int, float] = {}  # by first byte, until when a part counts as being in memory
+        self._known: dict[int, float] = {}  # by first byte, the time until which a part counts as being in memory
 
     def was_looked_at(self, begin: int) -> bool:
-        """Whether a part was in memory just now, so that ``has`` does not look again."""
+        """Return whether a part was recently in memory, so that ``has`` need not check."""
         return self._known.get(begin, 0.0) > time.monotonic()
 
     def has(self, begin: int, nbytes: int) -> bool:
-        """Whether a part is in memory, or was just now."""
+        """Return whether a part is in memory, or was recently."""
         if self.was_looked_at(begin):
             return True
         if there := self._library.resident(self.bytes[begin : begin + nbytes]):
@@ -62,8 +64,9 @@ class MappedFile:
 def map_file(
     file: int, nbytes: int, offset: int = 0, *, writable: bool = False, end: Callable[[], object] = lambda: None
 ) -> torch.Tensor:
-    """Map a part of a file, shared with other processes: uint8 [nbytes], without keeping a descriptor as ``mmap.mmap``
-    does.
+    """Map a part of a file, shared with other processes, as uint8 [nbytes].
+
+    Unlike ``mmap.mmap`` it keeps no descriptor.
 
     The mapping lasts until the last tensor over it is gone; ``end`` is called before it is removed. Raises OSError.
     """
@@ -78,7 +81,7 @@ def map_file(
         end()
         _libc.munmap(begin, nbytes)
 
-    # At exit a thread may still compute with it.
+    # At exit a thread may still compute from it.
     weakref.finalize(memory, unmap).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -9,7 +9,7 @@ from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.options import AUTO, ExpertBudget
 from vllm_dymoe.units import size
 
-# What stays free under host_store = "auto": pinned memory cannot be swapped, and other processes need some.
+# What stays free with host_store = "auto": pinned memory cannot be swapped, and other processes need some.
 _SHARE_LEFT = 10
 _LEAST_LEFT = 2 << 30
 
@@ -21,18 +21,21 @@ def smallest_host_cache(experts: ModelExperts) -> int:
 
 
 def whole_host_cache(experts: ModelExperts) -> int:
-    """The budget of a level that holds everything: a slice takes whole pages, so that a disk writes straight to it."""
+    """Return the budget of a host cache that holds everything.
+
+    Slices take whole pages, so that disks write directly to them.
+    """
     each = (whole_pages(fmt.nbytes) for formats in experts.of_layers for fmt in formats.values())
     return experts.num_experts * sum(each)
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where packed experts live, and why."""
+    """Where packed experts are stored, and why."""
 
     pinned: bool  # all in host memory, pinned where there is a CUDA device
-    reason: str = ""  # a remark for people
-    host_cache: int = 0  # bytes of host memory for them; 0 if they stay in files
+    reason: str = ""  # a remark for users
+    host_cache: int = 0  # bytes of host memory for experts; 0 if they stay in files
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,15 @@ class HostRoom:
     available: int  # bytes of host memory that all ranks on this machine can get
     ranks: int = 1  # on this machine
     wanted: ExpertBudget = AUTO  # the option ``host_memory``
-    taken: int = 0  # bytes of it that another model's experts have on this rank
-    separate: bool = True  # the device has memory of its own, real or emulated, beside which host memory is a cache
-    replicas: int = 1  # of the ranks, those that share one copy where it holds everything
+    taken: int = 0  # bytes of it for another model's experts on this rank
+    separate: bool = True  # the device has its own memory, real or emulated, and host memory is a cache for it
+    replicas: int = 1  # number of ranks that share one copy if it holds everything
 
     def limit(self, experts: ModelExperts) -> int | None:
-        """Bytes that the user allows, None if that is left to us; HostMemoryError if they are more than there are: the
-        machine would swap, or end the process."""
+        """Return the bytes that the user allows, None for "auto".
+
+        HostMemoryError if they exceed the available memory: the machine would swap, or kill the process.
+        """
         limit = host_memory_bytes(self.wanted, experts)
         each = self.available // self.ranks
         if limit is not None and limit >= whole_host_cache(experts):
@@ -62,12 +67,12 @@ class HostRoom:
 
 
 def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None:
-    """Return the bytes that the option ``host_memory`` means; None for "auto"."""
+    """Return the option ``host_memory`` in bytes; None for "auto"."""
     return int(wanted.share * whole_host_cache(experts)) if wanted.share is not None else wanted.bytes
 
 
 def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room: HostRoom) -> HostPlace:
-    """Choose for one rank, as asked by ``host_store``; HostMemoryError if memory was asked for, and has no room."""
+    """Choose for one rank, as ``host_store`` says; HostMemoryError if memory is required and does not suffice."""
     if asked == "file":
         return HostPlace(False)
     needed, available, limit = whole_host_cache(experts), room.available, room.limit(experts)
@@ -82,7 +87,7 @@ def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room:
             )
         return HostPlace(True, host_cache=needed)
     if device_type != "cuda" and (limit is None or not room.separate):
-        return HostPlace(False, "auto: there is no CUDA device" if limit is None else "host_memory is the budget, too")
+        return HostPlace(False, "auto: there is no CUDA device" if limit is None else "host_memory is the budget")
     left = max(_LEAST_LEFT, available // _SHARE_LEFT)
     told = f"host_memory is {size(limit or 0)}"
     whole = limit or 0
@@ -92,12 +97,12 @@ def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room:
     if needed <= whole:
         return HostPlace(True, f"{told}; all take {size(needed)}{each}", needed)
     if limit < smallest_host_cache(experts):
-        return HostPlace(False, f"{told}; not enough for a level between device and files")
+        return HostPlace(False, f"{told}; not enough for a cache between device and files")
     return HostPlace(False, f"{told}; all would take {size(needed)}{each}", limit)
 
 
 def _fewer_bits(experts: ModelExperts, room: int) -> str:
-    """The largest single version that fits, as a remark; nothing if none does."""
+    """Return a remark on the largest single version that fits; empty if none does."""
     stored = max(experts.formats)
     for bits in (8, 4, 2):
         formats = {bits: replace(experts.formats[stored], encoding=encoding_of(bits))}

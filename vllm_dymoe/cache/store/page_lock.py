@@ -1,4 +1,4 @@
-"""Pinned memory, which a device's copy engine reads by itself."""
+"""Pinned memory, which a device's copy engine reads directly."""
 
 import contextlib
 from pathlib import Path
@@ -17,7 +17,7 @@ class CudaPageLock:
     """Pins host memory for one device, with ``cudaHostRegister``.
 
     Attributes:
-        node: the NUMA node nearest to the device; None if there is one node, or the system names none.
+        node: the NUMA node nearest to the device; None if there is only one, or if the system reports none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class CudaPageLock:
         self.node = node_of(place)
 
     def lock(self, address: int, nbytes: int) -> str | None:
-        """Pin whole pages. Returns the reason why pinning failed, or None."""
+        """Pin whole pages; return the reason why pinning failed, or None."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
@@ -44,13 +44,13 @@ class CudaPageLock:
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        """Clear CUDA's error, which the next launch would report again, with a launch of our own."""
+        """Clear CUDA's error with a launch of our own, because the next launch would report it again."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
 
 def node_of(pci_address: str) -> int | None:
-    """Return the NUMA node of a PCI device; None if there is only one node, or the system names none."""
+    """Return the NUMA node of a PCI device; None if there is only one, or if the system reports none."""
     if not several_nodes():
         return None
     try:

@@ -1,8 +1,8 @@
-"""One copy of experts in host memory for the ranks of a machine that have the same: one reads them, others map it.
+"""One copy of experts in host memory for all ranks of a machine that have the same: one reads them, others map it.
 
-The copy is a file in no folder (``memfd``), which goes with the last process that has it, however that ends. Ranks take
-turns behind a lock beside the store, so that a copy that is found is filled. Every rank that has it offers it to the
-next one at a Unix socket of its own, in a folder that only this user can enter:
+The copy is a file without a name (``memfd``), which is freed with the last process that has it, however that ends.
+Ranks take turns by a lock next to the store, so that a copy that is found is filled. Every rank that has it offers it
+to the next one at a Unix socket of its own, in a folder that only this user can enter:
 
     $XDG_RUNTIME_DIR or /tmp / vllm-dymoe-UID / COPY.RANDOM
 """
@@ -28,24 +28,28 @@ from vllm_dymoe.cache.store.manifest import MANIFEST
 from vllm_dymoe.cache.store.mapped import map_file
 from vllm_dymoe.durable import close_file, make_folders, open_private
 
-_WHOLE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK  # no process can cut it off, which would end its readers with SIGBUS
-_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, linux/fcntl.h: mappings that are there may write, and no others
-_SECONDS = 5.0  # in which a process that lives hands a descriptor over; one that is stopped is not waited for
+_WHOLE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK  # no process can truncate it, which would kill its readers with SIGBUS
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, linux/fcntl.h: only existing mappings may write
+_SECONDS = 5.0  # in which a live process hands over a descriptor; a stopped one is not waited for
 _PAUSE = 0.05
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, ``struct ucred`` of unix(7)
 
 
 class Turn:
-    """Excludes other processes from writing a store, or reading it into memory: from ``begin`` to ``end``, or to a
-    death."""
+    """Excludes other processes from writing a store, or reading it into memory.
+
+    Lasts from ``begin`` to ``end``, or to the process's death.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path, self._file = folder, folder.with_name(f"{folder.name}.lock"), -1
 
     def begin(self) -> None:
-        """Wait for it, unless it is had; StoreError where the folder cannot be written, or has no locks.
+        """Wait for the turn, unless this process has it.
 
-        Of a store that is there but may not be written the folder itself is locked, by all alike.
+        Raises StoreError if the folder cannot be written, or has no locks.
+
+        If a store exists but its folder may not be written, all processes lock the store's folder itself.
         """
         if self._file >= 0:
             return
@@ -62,8 +66,8 @@ class Turn:
         except OSError as error:
             self.end()
             raise StoreError(
-                f"{self._path} cannot be locked ({error.strerror}), by which ranks share one store; set store_dir to "
-                "a folder on a disk of this machine"
+                f"{self._path} cannot be locked ({error.strerror}), but ranks share a store by locks; set store_dir "
+                "to a folder on a disk of this machine"
             ) from error
 
     def end(self) -> None:
@@ -73,7 +77,7 @@ class Turn:
 
 
 class Offer:
-    """Hands a descriptor to this user's processes that ask for it by a name, until it is closed."""
+    """Hands a descriptor to this user's processes that ask for it by name, until it is closed."""
 
     def __init__(self, name: str, file: int) -> None:
         self._file, self._closed, path = file, False, f"{name}.{secrets.token_hex(4)}"
@@ -91,7 +95,7 @@ class Offer:
     def close(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the thread's waiting
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
         self._thread.join()
         self._undo.close()
 
@@ -99,18 +103,20 @@ class Offer:
         while not self._closed:
             try:
                 asking, _ = self._socket.accept()
-            except OSError:  # no descriptor is left, or it is closed
+            except OSError:  # no descriptor is left, or the socket is closed
                 time.sleep(_PAUSE)
                 continue
-            with asking, contextlib.suppress(OSError):  # who asks may have ended meanwhile
+            with asking, contextlib.suppress(OSError):  # the asking process may have ended meanwhile
                 asking.settimeout(_SECONDS)
                 if _user_of(asking) == os.geteuid():
                     socket.send_fds(asking, [b"."], [self._file])
 
 
 def ask_for(name: str) -> Iterator[int]:
-    """Descriptors that this user's processes offer by a name, which are the caller's; OSError if the folder of their
-    sockets is not this user's alone. Sockets of processes that have died are removed."""
+    """Yield descriptors that this user's processes offer under a name; the caller owns them.
+
+    Sockets of dead processes are removed. OSError if the folder of sockets is not this user's alone.
+    """
     folder = _sockets()
     try:
         for path in sorted(os.listdir(folder)):
@@ -121,7 +127,7 @@ def ask_for(name: str) -> Iterator[int]:
 
 
 def _received(folder: int, path: str) -> list[int]:
-    """A descriptor from one socket; none if no process of this user hands one over."""
+    """Return the descriptor that a process of this user hands over at a socket; empty if there is none."""
     with contextlib.suppress(OSError), _unix_socket() as asking:
         asking.settimeout(_SECONDS)
         try:
@@ -144,28 +150,30 @@ def _unix_socket() -> socket.socket:
 
 
 def _sockets() -> int:
-    """The folder of this user's sockets, opened."""
+    """Open the folder of this user's sockets."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     root = given if given and os.access(given, os.W_OK) else tempfile.gettempdir()
     return open_private(Path(root) / f"vllm-dymoe-{os.geteuid()}")
 
 
 def _inside(folder: int, path: str) -> str:
-    """An address of a socket in a folder that is open: the folder's own path may be too long for one."""
+    """Return the address of a socket in an open folder: the folder's own path may be too long for one."""
     return f"/proc/self/fd/{folder}/{path}"
 
 
 def _user_of(connected: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user of the process at the other end."""
     told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
 
 
 class SharedMemory:
-    """The copy that a store's processes share; ``begin``, ``map`` all of it in order, ``publish`` when it is filled.
+    """The copy that a store's processes share.
 
-    A copy that is found is this user's, cannot be cut off and was published, as its seals say. Its bytes are for the
-    caller to compare with their checksums: a process that has this user's rights can make such a file.
+    Call ``begin``, ``map`` all of it in order, and ``publish`` once it is filled.
+
+    The seals of a found copy prove that it is this user's, cannot be truncated and was published. The caller must
+    verify its bytes against checksums: a process with this user's rights can make such a file.
 
     Attributes:
         found: another process has filled it.
@@ -173,18 +181,17 @@ class SharedMemory:
 
     def __init__(self, folder: Path, turn: Turn) -> None:
         try:
-            status = (folder / MANIFEST).stat()  # another one if the store is written again
+            status = (folder / MANIFEST).stat()  # differs if the store is written again
         except OSError as error:
             raise StoreError(f"{folder / MANIFEST} cannot be read ({error.strerror}); check its disk.") from error
         said = f"{folder.resolve()} {status.st_ino} {status.st_mtime_ns}"
         self._name = f"dymoe-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
         self._turn, self._file, self._begin, self.found = turn, -1, 0, False
-        self._offer: Offer | None = None  # once it is published
-        self._locked = False  # a driver has locked it, which takes only memory that is writable
+        self._offer: Offer | None = None  # None until it is published
+        self._locked = False  # a driver has locked the memory, which requires that it is writable
 
     def begin(self, nbytes: int) -> None:
-        """Find the copy, or make one of so many bytes, while no other process does; HostMemoryError if there is no
-        room."""
+        """Find the copy, or allocate ``nbytes`` for one while no other process does; HostMemoryError without memory."""
         self.close()
         self._turn.begin()
         with self._refusals():
@@ -197,15 +204,18 @@ class SharedMemory:
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _WHOLE)
 
     def map(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """The next whole pages: uint8 [nbytes]. What another process has filled is not writable, unless a driver has to
-        lock it, which takes only what is."""
+        """Map the next whole pages: uint8 [nbytes].
+
+        Pages that another process has filled are read-only, unless a driver has to pin them, which requires writable
+        pages.
+        """
         self._locked |= pinned
         part = map_file(self._file, nbytes, self._begin, writable=pinned or not self.found)
         self._begin += nbytes
         return part
 
     def publish(self) -> None:
-        """It is filled, and what it holds is checked: others may take their turn, and find it."""
+        """Publish the filled and verified copy: other processes may take their turn, and find it."""
         with self._refusals():
             if not self.found:
                 seals = fcntl.F_SEAL_SEAL | (0 if self._locked else _FUTURE_WRITE)
@@ -214,7 +224,7 @@ class SharedMemory:
         self._turn.end()
 
     def close(self) -> None:
-        """Not to be found here any more; memory that is mapped stays."""
+        """Stop offering the copy; mapped memory stays."""
         if self._offer is not None:
             self._offer.close()
             self._offer = None
@@ -229,10 +239,10 @@ class SharedMemory:
             yield
         except OSError as error:
             self.close()
-            raise HostMemoryError(f"memory that ranks share could not be had ({error.strerror})") from error
+            raise HostMemoryError(f"memory that ranks share could not be allocated ({error.strerror})") from error
 
     def _find(self, nbytes: int) -> int:
-        """A descriptor of the copy from any process that has it; -1 without one."""
+        """Return a descriptor of the copy from any process that has it; -1 if none has."""
         for found in ask_for(self._name):
             with contextlib.suppress(OSError):
                 if _is_published(found, nbytes):
@@ -242,7 +252,7 @@ class SharedMemory:
 
 
 def _is_published(file: int, nbytes: int) -> bool:
-    """Whether an open memfd is this user's, and complete. Only root can give a file to another user."""
+    """Return whether an open memfd is this user's and complete. Only root can give a file to another user."""
     status = os.fstat(file)
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

@@ -45,16 +45,17 @@ def _tensors(count: int, places: Mapping[int, SlicePlace]) -> list[tuple[str, st
 
 
 class StoreWriter:
-    """Writes one store, from several threads, and ends with ``finish`` or ``discard``; StoreError if the folder cannot
-    be written, or the disk is too small.
+    """Writes one store, from several threads; end with ``finish`` or ``discard``.
+
+    StoreError if the folder cannot be written, or if the disk is too small.
 
     Args:
-        others: bytes of whatever else goes into the folder.
-        resume: says of a temporary folder that a dead writer left whether to go on with it.
-        advice: what the user can do about a disk that refuses.
+        others: bytes of other files for the folder.
+        resume: returns whether to continue a temporary folder of a dead writer.
+        advice: what the user can do if the disk refuses.
 
     Attributes:
-        partial: the temporary folder; what else lies in it becomes part of the final one.
+        partial: the temporary folder; other files in it become part of the final one.
     """
 
     def __init__(
@@ -111,13 +112,15 @@ class StoreWriter:
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:
-        """Make what was written of one layer durable."""
+        """Make what was written for one layer durable."""
         with self._refusals():
             os.fsync(self._files[layer])
 
     def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
-        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses. With ``overwrite``
-        even the same store is replaced; otherwise the one that another process published first stays."""
+        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses.
+
+        ``overwrite`` replaces even an equal store; otherwise a store that another process published first stays.
+        """
         with self._refusals():
             shards, manifest = {}, replace(self._manifest, errors=errors)
             for layer_index, file in zip(manifest.experts.layers, self._files, strict=True):
@@ -132,7 +135,7 @@ class StoreWriter:
         return FileStore(self._folder)
 
     def close(self) -> None:
-        """Close the files; what was written stays in the temporary folder, for another writer to continue."""
+        """Close the files; the temporary folder stays, for another writer to continue."""
         self._close_files()
         if self._lock >= 0:
             close_file(self._lock)
@@ -146,7 +149,7 @@ class StoreWriter:
         """Remove everything written so far; does nothing after ``finish``."""
         self._close_files()
         shutil.rmtree(self.partial, ignore_errors=True)
-        self.close()  # only now another writer may have it
+        self.close()  # from now on another writer may have it
 
     def _publish(self, overwrite: bool) -> None:
         try:
@@ -161,7 +164,7 @@ class StoreWriter:
         sync_folder(self._folder.parent)
 
     def _is_published(self) -> bool:
-        """Return whether the same store is published already. Raises StoreError if that cannot be determined."""
+        """Return whether the same store is published already; StoreError if that cannot be determined."""
         try:
             store = FileStore(self._folder)
         except DamagedStoreError:

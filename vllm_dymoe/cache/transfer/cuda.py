@@ -1,4 +1,4 @@
-"""Delivery to a CUDA device: copies on streams of their own, ordered by events.
+"""Delivery to a CUDA device: copies on their own streams, ordered by events.
 
 Two rules make a slot safe: a copy into it waits for the event of its last reader, and computation waits for the event
 of the copy. The host waits for neither.
@@ -43,7 +43,7 @@ class CudaStreams:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def record_computation(self) -> torch.cuda.Event:
-        """Return an event that follows all computation enqueued so far."""
+        """Return an event after all computation enqueued so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -56,17 +56,17 @@ class CudaStreams:
 
 
 class StreamDelivery(Delivery):
-    """Copies with the device's copy engines: directly from pinned memory, else through pinned buffers.
+    """Copies with the device's copy engines: directly from pinned memory, otherwise through pinned buffers.
 
     Each buffer is uint8 and as large as the largest packed expert; their number limits the transfers through them.
     """
 
     demanded_at_once = int(Projection.DOWN)
-    """Gate and up, which one launch computes while down travels.
+    """Gate and up, which one launch computes while down is transferred.
 
-    For one token of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert travels at 25 GB/s, of Mixtral
+    For one token of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert takes at 25 GB/s, of Mixtral
     66 us of 3.7 ms. It costs another copy and event for each miss, 5 to 10 us of the host, in which PCIe moves 60 KB
-    (third generation, 16 lanes) to 500 KB (fifth); served experts have more, 590 KB at 4 bits even in Qwen3-Next.
+    (third generation, 16 lanes) to 500 KB (fifth); served experts are larger, 590 KB at 4 bits even in Qwen3-Next.
     """
     streams: CudaStreams
 
@@ -79,7 +79,7 @@ class StreamDelivery(Delivery):
     ) -> None:
         super().__init__(store)
         self.streams = streams
-        # Oldest first: each buffer with the event of the copy that still may read it.
+        # Oldest first: each buffer with the event of the copy that may still read it.
         self._buffers: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers)
         self._returned = concurrency.Condition(concurrency.Lock())
 
@@ -95,7 +95,7 @@ class StreamDelivery(Delivery):
         with self._returned:
             while not self._buffers:
                 if not wait:
-                    raise BlockingIOError("every buffer is being read into")
+                    raise BlockingIOError("every buffer is in use by a read")
                 self._returned.wait()
             buffer, busy = self._buffers.popleft()
         event = None
@@ -112,6 +112,7 @@ class StreamDelivery(Delivery):
                 self._returned.notify()
 
     def _enqueue(self, ticket: Ticket, projections: range, source: torch.Tensor, destination: torch.Tensor) -> Any:
-        # Behind the slot's last reader once: later pieces follow the first, on its stream or because it was waited for.
+        # After the slot's last reader, but only once: later pieces follow the first, on its stream or because it was
+        # waited for.
         after = ticket.after if projections.start == 0 else None
         return self.streams.copy(source, destination, urgent=ticket.reason is Reason.DEMAND, after=after)

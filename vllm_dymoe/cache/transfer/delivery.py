@@ -1,4 +1,4 @@
-"""Deliveries move bytes for the transfer engine; here those for host memory, with or without an emulated link."""
+"""Deliveries move bytes for the transfer engine; these are for host memory, with or without an emulated link."""
 
 import resource
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from vllm_dymoe.cache.transfer.ticket import ALL, Ticket
 if TYPE_CHECKING:
     from vllm_dymoe.cache.transfer.cuda import CudaStreams
 
-_WEIGHT = 0.1  # of a new read in the running share; about the last ten matter
+_WEIGHT = 0.1  # weight of a new read in the running share; about the last ten matter
 _BLOCK_BYTES = 512  # the unit of getrusage
 
 
@@ -21,10 +21,11 @@ class Delivery(ABC):
     """Moves bytes from a store into slots."""
 
     demanded_at_once = ALL
-    """Projections of a packed expert that one piece of a demand transfer holds; computation begins with the first
-    piece. All other transfers move one at a time."""
+    """Projections of a packed expert in one piece of a demand transfer; computation begins with the first piece.
+    Other transfers move one projection at a time.
+    """
     streams: "CudaStreams | None" = None
-    """Of a device that copies asynchronously; None where the bytes are there when ``deliver`` returns."""
+    """Streams of a device that copies asynchronously; None if the bytes are complete when ``deliver`` returns."""
 
     def __init__(self, store: HostStore) -> None:
         self.store = store
@@ -36,8 +37,9 @@ class Delivery(ABC):
 
     @abstractmethod
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
-        """Move some projections of a ticket's packed expert into their part of the slot, uint8 [bytes of the
-        projections].
+        """Move some projections of a ticket's packed expert into their part of the slot.
+
+        The part is uint8 [bytes of the projections].
 
         Returns the event of the copy, or None without streams. Raises BlockingIOError if ``wait`` is not set and the
         bytes are not in memory.
@@ -45,7 +47,7 @@ class Delivery(ABC):
 
 
 class CpuDelivery(Delivery):
-    """Reads directly into the slot; in demand it reads whole packed experts, because each read has a fixed cost."""
+    """Reads directly into the slot; on demand whole packed experts, because each read has a fixed cost."""
 
     def __init__(self, store: HostStore) -> None:
         super().__init__(store)
@@ -58,7 +60,7 @@ class CpuDelivery(Delivery):
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         """Read; file reads release the interpreter lock."""
-        # What the kernel fetched for this thread from a disk. Times would tell less: a core that others use looks
+        # Blocks that the kernel read from a disk for this thread. Times would tell less: a core that others use looks
         # like a disk.
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         self.store.read_into(ticket.key, destination, projections, wait=wait)
@@ -70,8 +72,8 @@ class CpuDelivery(Delivery):
 class EmulatedLink(Delivery):
     """Delays what ``delivery`` moves to the rate of a given link, in wall-clock time.
 
-    On a CPU the path from the host store to a slot is a memory copy, which is far faster relative to computation than
-    PCIe is for a GPU. This class shows the effect of a slower link. Like a copy engine it is one queue for all
+    On a CPU, moving an expert from the host store to a slot is a memory copy, which is far faster relative to
+    computation than PCIe is for a GPU. This class emulates a slower link. Like a copy engine it is one queue for all
     transfers, runs concurrently with computation, and takes no core except for the copy itself: it sleeps until the
     last byte would arrive.
     """

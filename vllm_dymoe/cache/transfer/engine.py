@@ -1,9 +1,9 @@
-"""The transfer engine: requests for transfers, waiting for them, and their order among each other and with computation.
+"""The transfer engine: requests transfers, waits for them, and orders them with each other and with computation.
 
-A ticket that has not begun is moved by the thread that waits for it, as far as its bytes are in memory. So a miss on
-the critical path costs a copy and no thread switch, while threads fetch ahead whenever computation leaves time. Where a
-copy takes a core that computes, no thread is woken for demand. Where copies are asynchronous, a background copy is
-issued when the demand copies before it have ended, and its piece has ended when the copy has.
+A ticket that has not begun is moved by the thread that waits for it, if its bytes are in memory. So a miss on the
+critical path costs a copy and no thread switch, while threads fetch ahead whenever computation leaves time. If a copy
+takes a core that computes, no thread is woken for demand. If copies are asynchronous, a background copy is issued only
+when earlier demand copies have ended, and its piece ends with the copy.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vllm_dymoe.experts.format import SliceKey
 if TYPE_CHECKING:
     from vllm_dymoe.cache.transfer.cuda import CudaStreams
 
-# After a failure the reads of its step that still run are waited for this long; then they count as orphaned.
+# After a failure, reads of its step that still run are waited for this long; then they count as orphaned.
 _SECONDS_TO_SETTLE = 1.0
 
 
@@ -32,24 +32,24 @@ class TransferEngine:
     """Moves packed experts into slots: demand before prefetch before migration.
 
     Args:
-        waiters_move: whether a waiting thread moves bytes as well; not over a link whose transfers have an order.
+        waiters_move: whether a waiting thread moves bytes as well; False for a link that orders its transfers.
         concurrency: provides Lock, Condition and Thread; tests pass others to record or to determine schedules.
     """
 
     def __init__(
         self,
         delivery: Delivery,
-        threads: int,  # that serve the queue; with 0 the thread that waits moves
+        threads: int,  # threads that serve the queue; with 0 the waiting thread moves bytes
         *,
         eager: bool = False,  # deliver demand transfers inside ``submit``, for devices where that only enqueues
-        timeout: float | None = None,  # seconds that a transfer is waited for; None for ever
+        timeout: float | None = None,  # seconds to wait for a transfer; None for no limit
         waiters_move: bool = True,
         enter: Callable[[], None] = lambda: None,  # called first by every thread of the engine
         concurrency: Any = threading,
     ) -> None:
         self._delivery = delivery
-        self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which it alone makes
-        self._last_demand: Any = None  # event behind the last demand copy
+        self._streams = cast("CudaStreams", delivery.streams)  # used only with events, which only it makes
+        self._last_demand: Any = None  # event after the last demand copy
         self._timeout = timeout
         self._waiters_move = waiters_move
         self._queue = TicketQueue(threads > 0, eager, lambda: waiters_move and delivery.occupies_cores, concurrency)
@@ -57,7 +57,7 @@ class TransferEngine:
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether transfers take cores that compute, so that the two are better done in turn."""
+        """Whether transfers take cores that compute, so that the two should alternate."""
         return self._delivery.occupies_cores
 
     @property
@@ -79,8 +79,9 @@ class TransferEngine:
     def submit(
         self, key: SliceKey, destination: torch.Tensor, reason: Reason, after: Any = None, projections: int = ALL
     ) -> Ticket:
-        """Request a transfer and return at once; arguments as for :class:`Ticket`. Raises RuntimeError if the engine is
-        closed.
+        """Request a transfer and return at once.
+
+        Takes the arguments of :class:`Ticket`. Raises RuntimeError if the engine is closed.
         """
         at_once = self._delivery.demanded_at_once
         ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
@@ -95,11 +96,12 @@ class TransferEngine:
             self._run(ticket, self._queue.demand(ticket))
 
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
-        """Wait until computation issued from now on will see the first ``projections`` of a packed expert; demands all
-        of it.
+        """Wait until computation issued from now on will see the first ``projections``.
 
-        Computation is ordered after the copies of these projections, not after those of the others. Raises
-        TransferError if the transfer failed, was cancelled, or took longer than the engine waits.
+        Demands the whole packed expert.
+
+        Computation is ordered after the copies of these projections only. TransferError if the transfer failed, was
+        cancelled, or took longer than the timeout.
         """
         begin = time.perf_counter()
         try:
@@ -127,7 +129,7 @@ class TransferEngine:
                 raise TransferError(f"the transfer of {ticket.key} was cancelled")
             while ticket.followed < len(ticket.fences):
                 first, event = ticket.fences[ticket.followed]
-                if first >= projections:  # which may still be running
+                if first >= projections:  # the others may still be running
                     break
                 self._streams.computation_waits(event)
                 ticket.followed += 1
@@ -135,22 +137,20 @@ class TransferEngine:
             self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
-        """Return whether the whole packed expert has arrived: ``wait`` would not block, and computation would not
-        stall.
-        """
+        """Return whether the whole packed expert has arrived, so that neither ``wait`` nor computation would block."""
         return ticket.state is State.DONE and all(self._streams.happened(event) for _, event in ticket.fences)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a transfer, or what follows the piece that is moving. Returns whether it is cancelled now."""
+        """Cancel a transfer, or what follows its moving piece; return whether it is cancelled now."""
         return self._queue.cancel(ticket)
 
     def abandon(self, ticket: Ticket) -> None:
-        """Cancel a transfer without waiting. A piece that is moving ends in its own time and delays no other."""
+        """Cancel a transfer without waiting. A moving piece ends in its own time and delays no other."""
         if not self._queue.cancel(ticket):
             self._workers.orphan(ticket)
 
     def settle(self, ticket: Ticket) -> bool:
-        """Whether nothing writes the ticket's slot any more; wait for a moving piece once, with a time limit."""
+        """Wait for a moving piece once, with a time limit; return whether nothing writes the ticket's slot any more."""
         if not self._queue.cancel(ticket):
             patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
             try:
@@ -163,33 +163,34 @@ class TransferEngine:
         return True
 
     def fence(self) -> Any:
-        """Return the event of the computation issued so far, for ``submit``; None where computation is synchronous."""
+        """Return an event after the computation issued so far, for ``submit``; None if computation is synchronous."""
         return None if self._delivery.streams is None else self._streams.record_computation()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend all background transfers inside this context; demand goes on.
+        """Suspend all background transfers inside this context; demand continues.
 
-        A call from another thread would invalidate the capture of a CUDA graph. On entry this waits for what is moving,
-        and raises TransferError if that does not end within the engine's time limit; background transfers then go on.
+        A call from another thread would invalidate the capture of a CUDA graph. On entry this waits for moving
+        transfers, and raises TransferError if they do not end within the time limit; background transfers then
+        continue.
         """
         quiet = self._queue.pause(self._timeout)
         try:
             if not quiet:
                 raise TransferError(
                     f"a read has not ended for {self._timeout:g} seconds, which is transfer_timeout_s, and CUDA graphs "
-                    "cannot be captured beside it; check the disk."
+                    "cannot be captured meanwhile; check the disk."
                 )
             yield
         finally:
             self._queue.resume()
 
     def close(self) -> None:
-        """Cancel pending transfers, finish moving ones, and end all threads except those whose reads do not end."""
+        """Cancel pending transfers, finish moving ones, and stop all threads except those whose reads do not end."""
         self._workers.close()
 
     def _run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:
-        """Move a piece and those that follow as long as they are the caller's.
+        """Move a piece and those that follow, as long as they are the caller's to move.
 
         Returns False if a disk has to be waited for and ``wait`` is not set; the piece then still counts as moving.
         """
@@ -199,7 +200,7 @@ class TransferEngine:
                 destination = destination[self._delivery.store.experts.format(ticket.key).span(piece.projections)]
             try:
                 event = self._deliver(ticket, piece, destination, wait)
-            except Exception as error:  # raised again where the ticket is waited for
+            except Exception as error:  # raised again for whoever waits for the ticket
                 if isinstance(error, BlockingIOError) and not wait:
                     return False
                 piece = self._queue.failed(ticket, piece, error)

@@ -1,4 +1,4 @@
-"""Tickets and their states: which one may begin, in what order, and waiting for them.
+"""Tickets and their states: which one may begin, in which order, and how to wait for them.
 
 Prefetch and migration move one projection at a time. Between two projections their ticket is pending again: a demand
 transfer can overtake it, and it can be cancelled. None of them begins while a demand transfer is moving.
@@ -19,7 +19,7 @@ class TicketQueue:
     Args:
         served: whether threads take tickets; without threads a queue would only grow.
         eager: the thread that submits a demand ticket begins it.
-        left: demand is left to the thread that waits for it, and no other thread is woken to compete with it.
+        left: returns whether demand is left to the thread that waits for it, so that no woken thread competes with it.
         concurrency: provides Lock and Condition.
     """
 
@@ -30,20 +30,20 @@ class TicketQueue:
         self._served, self._eager, self._left = served, eager, left
         self._order = itertools.count()
         self._pending: list[tuple[Reason, int, Ticket]] = []  # a heap
-        self._demands = 0  # pieces in demand that run
-        self._running = 0  # pieces that run, in demand or not
-        self._pauses = 0  # how many hold the background up
-        self._may_begin = concurrency.Condition(self.lock)  # a pending ticket, perhaps
-        self._moved = concurrency.Condition(self.lock)  # a ticket does not run any more
+        self._demands = 0  # number of running demand pieces
+        self._running = 0  # number of running pieces
+        self._pauses = 0  # number of pauses in effect
+        self._may_begin = concurrency.Condition(self.lock)  # notified when a pending ticket may begin
+        self._moved = concurrency.Condition(self.lock)  # notified when a ticket stops moving
         self._waiting = 0  # threads that wait for that; a notification without waiters takes a microsecond
 
     def count_in(self, stats: TransferStats) -> TransferStats:
-        """Count in other statistics from now on; return the previous ones."""
+        """Use other statistics from now on; return the previous ones."""
         before, self.stats = self.stats, stats
         return before
 
     def submit(self, ticket: Ticket) -> Piece | None:
-        """Enqueue a new ticket. Returns its first piece if the caller is to move it. Raises RuntimeError if closed."""
+        """Enqueue a new ticket; return its first piece if the caller should move it. RuntimeError if closed."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the transfer engine is closed")
@@ -51,15 +51,15 @@ class TicketQueue:
             return self._enqueue(ticket)
 
     def demand(self, ticket: Ticket) -> Piece | None:
-        """Make a ticket a demand transfer. Returns its next piece if the caller is to move it."""
+        """Make a ticket a demand transfer; return its next piece if the caller should move it."""
         with self.lock:
             ticket.reason, ticket.wanted = Reason.DEMAND, ALL
-            if ticket.state in (State.RESTING, State.FAILED):  # what failed as a prediction is tried again
+            if ticket.state in (State.RESTING, State.FAILED):  # a prediction that failed is tried again
                 ticket.state, ticket.ready = State.PENDING, time.perf_counter()
             return self._enqueue(ticket) if ticket.state is State.PENDING else None
 
     def cancel(self, ticket: Ticket) -> bool:
-        """End a ticket that is not moving; stop one that is after its piece. Returns whether it is cancelled now."""
+        """End a ticket that is not moving, or stop a moving one after its piece; return whether it is cancelled now."""
         with self.lock:
             if ticket.state is State.RUNNING:
                 ticket.wanted = 0
@@ -72,7 +72,7 @@ class TicketQueue:
         """Block until the first projections have arrived or the ticket has ended.
 
         With ``begin`` it returns the next piece as soon as the ticket is pending, for the caller to move; otherwise
-        None. Raises TimeoutError if it takes longer than ``timeout`` seconds.
+        None. TimeoutError after ``timeout`` seconds.
         """
         with self.lock:
             if ticket.arrived >= projections:
@@ -88,8 +88,9 @@ class TicketQueue:
             return None if over() else self._begin(ticket)
 
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
-        """Record that a piece has arrived, or will have after ``fence``. Returns the next one if the caller is to move
-        it.
+        """Record that a piece has arrived, or will have after ``fence``.
+
+        Return the next one if the caller should move it.
         """
         with self.lock:
             ticket.arrived = piece.projections.stop
@@ -100,7 +101,7 @@ class TicketQueue:
             return self._end(ticket, piece)
 
     def failed(self, ticket: Ticket, piece: Piece, error: Exception) -> Piece | None:
-        """Record that a piece could not be moved. Returns it again if the caller is to retry."""
+        """Record that a piece could not be moved; return it again if the caller should retry."""
         with self.lock:
             self.stats.failed += 1
             return self._end(ticket, piece, error)
@@ -116,7 +117,7 @@ class TicketQueue:
             return ticket, self._begin(ticket)
 
     def pause(self, timeout: float | None) -> bool:
-        """Hold up everything but demand until ``resume``. Returns whether all moving pieces have ended in time."""
+        """Hold up everything except demand until ``resume``; return whether all moving pieces have ended in time."""
         with self.lock:
             self._pauses += 1
             return self._wait_for(lambda: self._running == 0, timeout)
@@ -127,7 +128,7 @@ class TicketQueue:
             self._may_begin.notify_all()
 
     def close(self) -> None:
-        """Accept nothing more, cancel what is pending, and release waiting threads."""
+        """Accept no more tickets, cancel pending ones, and release waiting threads."""
         with self.lock:
             self.closed = True
             waiting = [ticket for _, _, ticket in self._pending]
@@ -154,7 +155,7 @@ class TicketQueue:
         return None
 
     def _due(self) -> bool:
-        """Return whether a ticket may begin. The link belongs to demand as long as there is any."""
+        """Return whether a ticket may begin; while there is demand, the link is reserved for it."""
         while self._pending and self._pending[0][2].state is not State.PENDING:  # cancelled, or begun by a waiter
             heapq.heappop(self._pending)
         idle = self._demands == 0 and self._pauses == 0
@@ -180,7 +181,7 @@ class TicketQueue:
             ticket.state = State.CANCELLED
         elif error is not None and piece.reason is ticket.reason:
             ticket.state, ticket.error = State.FAILED, error
-        else:  # more of it, or once more what failed as a prediction and is in demand by now
+        else:  # the rest of it, or a failed prediction that is in demand by now
             ticket.state = State.PENDING if ticket.arrived < ticket.wanted else State.RESTING
         if self._waiting:
             self._moved.notify_all()

@@ -1,4 +1,4 @@
-"""One transfer: what is moved where, why, and how far it has come."""
+"""One transfer: what is moved where, why, and its progress."""
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -16,7 +16,7 @@ class TransferError(RuntimeError):
 
 
 class Reason(IntEnum):
-    """Why bytes move; smaller values go first."""
+    """Why bytes are moved; smaller values go first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -24,8 +24,9 @@ class Reason(IntEnum):
 
 
 class State(Enum):
-    """State of a ticket. A resting ticket has all that was asked for, but not the whole packed expert; the last three
-    are ends.
+    """State of a ticket; the last three are final.
+
+    A resting ticket has everything requested so far, but not the whole packed expert.
     """
 
     PENDING = "pending"
@@ -35,14 +36,14 @@ class State(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and runs for every look at a ticket
+    __hash__ = object.__hash__  # Enum's own is Python code, and runs whenever a ticket's state is looked up
 
 
 _ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
 
 
 class Piece(NamedTuple):
-    """The projections that a moving ticket moves before it is pending again; its reason may change meanwhile."""
+    """The projections that a ticket moves before it is pending again; its reason may change meanwhile."""
 
     reason: Reason
     projections: range
@@ -58,25 +59,25 @@ class Ticket:
     key: SliceKey  # which packed expert
     destination: torch.Tensor  # uint8 [nbytes], the slot
     reason: Reason  # its priority
-    after: Any = None  # event behind the slot's last reader; the copy waits for it
-    wanted: int = ALL  # projections that are asked for, from the first; 0 once it is cancelled
-    demanded_at_once: int = ALL  # projections that a piece holds when the ticket is in demand; 1 otherwise
+    after: Any = None  # event after the slot's last reader; the copy waits for it
+    wanted: int = ALL  # number of requested projections, from the first; 0 once it is cancelled
+    demanded_at_once: int = ALL  # projections in a piece while the ticket is in demand; 1 otherwise
     order: int = 0  # its place among tickets of the same reason
     ready: float = 0.0  # when it last began to wait for the link, in seconds of ``time.perf_counter``
     state: State = State.PENDING  # changes under the queue's lock, like the attributes below
-    arrived: int = 0  # projections that are there, as far as the host knows
+    arrived: int = 0  # projections that have arrived, as far as the host knows
     fences: list[tuple[int, Any]] = field(default_factory=list)
-    """Events behind the copies, where the device copies asynchronously, each with its first projection."""
-    followed: int = 0  # how many of the fences computation is ordered behind
-    error: BaseException | None = None  # what went wrong, if it failed
+    """Events after the copies, if the device copies asynchronously, each with its first projection."""
+    followed: int = 0  # number of fences that computation is ordered after
+    error: BaseException | None = None  # the error of a failed ticket
     handed_over: bool = False
-    """The piece that runs was left to a thread by a waiter, because a disk has to be waited for."""
-    orphaned: bool = False  # it was running when its waiters gave up
-    began: float = 0.0  # when the piece that runs began to move, in seconds of ``time.perf_counter``
-    moved_seconds: float = 0.0  # time that the pieces before it took
+    """Whether a waiter left the running piece to a thread, because a disk has to be waited for."""
+    orphaned: bool = False  # it was moving when its waiters gave up
+    began: float = 0.0  # when the running piece began, in seconds of ``time.perf_counter``
+    moved_seconds: float = 0.0  # time that earlier pieces took
 
     def link_seconds(self, now: float) -> float:
-        """Return how long the link has worked for this transfer until ``now``."""
+        """Return the seconds that the link has worked for this transfer until ``now``."""
         return self.moved_seconds + (now - self.began if self.state is State.RUNNING else 0.0)
 
     @property
@@ -86,11 +87,11 @@ class Ticket:
 
 @dataclass
 class TransferStats:
-    """What was moved, and how long the host waited for it."""
+    """Bytes moved, and the time that the host waited for them."""
 
     bytes_moved: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     """Bytes that arrived, by reason."""
     transfers: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    """Whole packed experts that arrived, by the reason they had in the end."""
-    failed: int = 0  # reads that failed, and transfers that were given up
+    """Whole packed experts that arrived, by their final reason."""
+    failed: int = 0  # failed reads, and transfers that were given up
     exposed_wait_seconds: float = 0.0  # host time spent in ``wait``

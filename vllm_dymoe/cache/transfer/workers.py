@@ -1,8 +1,8 @@
 """The threads of a transfer engine.
 
-Some serve the queue. One only waits for disks: a disk may never answer, and a thread inside a read cannot be
-interrupted, so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its
-slot and its thread until it ends, and another thread replaces that one.
+Some serve the queue. One only waits for disks: a disk may never answer, and a thread in a read cannot be interrupted,
+so a waiter with a time limit hands over what is not in memory. A read that outlasts the limit keeps its slot and its
+thread until it ends, and another thread replaces that one.
 """
 
 import threading
@@ -35,20 +35,23 @@ class Workers:
         self._run = run
         self._concurrency, self._enter = concurrency, enter
         self._handed_over: deque[tuple[Ticket, Piece]] = deque()
-        self._must_wait = concurrency.Condition(queue.lock)  # something is handed over
+        self._must_wait = concurrency.Condition(queue.lock)  # notified when a piece is handed over
         self._threads: set[threading.Thread] = set()
         for take in [queue.take] * threads + [self._take_handed_over] * disk:
             self._start(take)
 
     def hand_over(self, ticket: Ticket, piece: Piece) -> None:
-        """Run a piece that has begun and has to wait for a disk."""
+        """Hand over a running piece that has to wait for a disk."""
         with self._queue.lock:
             ticket.handed_over = True
             self._handed_over.append((ticket, piece))
             self._must_wait.notify()
 
     def orphan(self, ticket: Ticket) -> bool:
-        """Let a moving ticket end in its own time, and replace its thread; False if it is not moving any more."""
+        """Let a moving ticket end in its own time, and replace its thread.
+
+        Return False if it is not moving any more.
+        """
         with self._queue.lock:
             if ticket.state is not State.RUNNING:
                 return False
@@ -59,7 +62,7 @@ class Workers:
             return True
 
     def close(self) -> None:
-        """Close the queue and wait for the threads. One whose read does not end dies with the process."""
+        """Close the queue and wait for the threads; one whose read does not end dies with the process."""
         self._queue.close()
         with self._queue.lock:
             self._must_wait.notify_all()
@@ -80,7 +83,7 @@ class Workers:
         thread.start()
 
     def _serve(self, take: _Take) -> None:
-        # A method of its own for one ticket, so that none, and with it no slot, is held while there is nothing to do.
+        # A method of its own for one ticket, so that an idle thread holds no ticket, and with it no slot.
         self._enter()
         while self._serve_one(take):
             pass
@@ -93,6 +96,6 @@ class Workers:
         ticket, piece = taken
         self._run(ticket, piece)
         with self._queue.lock:
-            if ticket.orphaned:  # another thread has come in the place of this one
+            if ticket.orphaned:  # another thread has replaced this one
                 self._threads.discard(threading.current_thread())
             return not ticket.orphaned

@@ -40,26 +40,30 @@ def ignore(part: str, tensor: Tensor, rows: int, columns: int) -> None:
 class Reader:
     """Reads the experts of one checkpoint."""
 
-    method: str  # ``quant_method`` in its config.json; empty where nothing is quantized
+    method: str  # ``quant_method`` in its config.json; empty if nothing is quantized
     encoding: Encoding
     group_size: int | None  # columns that share a scale and a zero point; None for all columns of a row
     dtypes: Mapping[str, tuple[str, ...]]
-    """Ends of the names of the tensors of which ``make`` makes one matrix, and what each may be; () for anything."""
+    """By the endings of their names, the tensors from which ``make`` makes one matrix, and their allowed dtypes; ()
+    allows any.
+    """
     make: Make
     checks: Mapping[str, Check] = field(default_factory=dict)
-    """By the ends of their names, tensors that may come beside them and must agree with the rest."""
-    asymmetric: bool = False  # zero points may be another code than the middle one
+    """By the endings of their names, checks for tensors that may accompany them and must agree with the rest."""
+    asymmetric: bool = False  # whether zero points may differ from the middle code
     act_order: bool = False
-    """Columns may have been quantized in the order of their activations, so that groups lie scattered."""
+    """Whether columns may have been quantized in the order of their activations, so that groups are scattered."""
     ranks_take_groups: bool = False
-    """vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last rank what is left."""
+    """Whether vLLM gives tensor-parallel ranks whole groups of the down projection's inputs, and the last rank the
+    rest.
+    """
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Other ends of names in some checkpoints, which vLLM's models rename, and what they mean."""
+    """Alternative endings of names in some checkpoints, which vLLM's models rename, and their meaning."""
     activations: bool = False
-    """Whether its writer means activations to be quantized, too; here they stay at 16 bits."""
+    """Whether the checkpoint's writer intends quantized activations, too; here they stay at 16 bits."""
 
     def at(self, layer: int, projection: Projection) -> "Reader":
-        """The reader of one projection of a layer's experts; see :class:`MixedReader`."""
+        """Return the reader for one projection of a layer's experts; see :class:`MixedReader`."""
         return self
 
     def of_layer(self, layer: int) -> "tuple[Reader, Reader] | None":
@@ -85,7 +89,10 @@ class Reader:
         return False
 
     def read(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-        """One whole matrix, after the tensors beside it have been checked; ValueError begins with a tensor's end."""
+        """Read one whole matrix, after checking the tensors that accompany it.
+
+        The message of a ValueError begins with the ending of a tensor's name.
+        """
         for part, check in self.checks.items():
             if part in tensors:
                 check(part, tensors[part], rows, columns)
@@ -109,7 +116,7 @@ class Reader:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What tells formats apart: two readers with the same one read the same."""
+        """The identity of the format: two readers with equal ones read alike."""
         made = (self.make.func, self.make.args) if isinstance(self.make, partial) else (self.make,)
         return self.method, self.encoding, self.group_size, self.parts, self.asymmetric, self.act_order, made
 
@@ -127,10 +134,10 @@ class Reader:
 
 
 def _not_held(tensors: Mapping[str, Tensor], rows: int, columns: int) -> Held:
-    raise AssertionError("16-bit weights are quantized, and not held")
+    raise AssertionError("16-bit weights are quantized, not held")
 
 
-PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # of 16-bit experts
+PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # for 16-bit experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +188,8 @@ def count_groups(columns: int, group_size: int | None) -> int:
 
 
 def unreadable(what: str, readable: str, advice: str = "use one of those") -> CheckpointError:
-    """For a checkpoint that is quantized with something else than what can be read."""
-    return CheckpointError(f"the checkpoint is quantized with {what}, and only {readable} can be read; {advice}.")
+    """Return the error for a checkpoint in an unsupported format."""
+    return CheckpointError(f"the checkpoint is quantized with {what}, but only {readable} can be read; {advice}.")
 
 
 def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
@@ -193,30 +200,37 @@ def choose_bits(method: str, value: Any, choices: tuple[int, ...]) -> int:
 
 
 def choose_group_size(method: str, value: Any) -> int | None:
-    """The group size of a configuration, None where a row is one group; CheckpointError if a store cannot hold it."""
+    """Return a configuration's group size, None if a row is one group.
+
+    Raises CheckpointError if a store does not support it.
+    """
     if value in (None, -1):
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % GROUP_SIZES[-1]:
         raise CheckpointError(
-            f"the checkpoint is quantized with {method} in groups of {value}, and a store's groups are multiples of "
+            f"the checkpoint is quantized with {method} in groups of {value}, but a store's groups are multiples of "
             f"{GROUP_SIZES[-1]}; use a checkpoint with groups of 32, 64 or 128."
         )
     return value
 
 
 def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Arguments of :class:`ExpertFormat` for one bit-width, so that it holds the checkpoint's numbers; ``ours`` is the
-    quantization_config of a checkpoint that we wrote, else empty. Another precision is derived from the weights, with
-    groups of neighbours: an order would cost a gather for every product."""
+    """Return arguments of :class:`ExpertFormat` for one bit-width, so that it can hold the checkpoint's numbers.
+
+    ``ours`` is the quantization_config of a checkpoint that the plugin wrote, else empty. Other precisions are derived
+    from the weights, with groups of adjacent columns: a column order would cost a gather for every product.
+    """
     if not reader.held or bits != reader.bits:
         return read_encodings(ours, bits)
     return {"encoding": reader.encoding, "integer_zeros": reader.asymmetric, "act_order": reader.act_order}
 
 
 def store_group_sizes(reader: Reader, rank_columns: int, ranks: int) -> tuple[int, ...]:
-    """Group sizes of a store in which no group would have two scales, the best first; none if ranks, each with
-    ``rank_columns`` inputs of the down projection, cut groups. Where a code has groups of its own, the store's are
-    those of what is derived from it."""
+    """Return group sizes of a store in which no group has two scales, the best first.
+
+    Empty if ranks, each with ``rank_columns`` inputs of the down projection, cut groups. If an encoding has its own
+    groups, the sizes are for precisions derived from it.
+    """
     fixed = reader.encoding.group_size
     if fixed is not None:
         whole = ranks == 1 or reader.ranks_take_groups or rank_columns % fixed == 0
@@ -265,35 +279,38 @@ def own_formats(
 
 
 def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_columns: int, ranks: int) -> None:
-    """CheckpointError for a store that could not take the checkpoint's numbers; bits have the high precision first."""
+    """Raise CheckpointError if a store could not hold the checkpoint's numbers.
+
+    ``bits`` start with the high precision.
+    """
     if not reader.held:
         return
     if bits[0] not in (reader.bits, 16):
         raise CheckpointError(
-            f"high = {bits[0]} was asked for, but the experts of this {reader.method} checkpoint have {reader.bits} "
-            f"bits; set high to {reader.bits}, which takes their numbers as they are, or to 16, which holds their "
+            f"high is {bits[0]}, but the experts of this {reader.method} checkpoint have {reader.bits} "
+            f"bits; set high to {reader.bits}, which keeps their numbers unchanged, or to 16, which stores their "
             "dequantized weights."
         )
     if reader.bits not in bits:
         return
     if reader.act_order and ranks > 1:
         raise CheckpointError(
-            f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, and in this "
+            f"--tensor-parallel-size {ranks} gives a rank some columns of the down projection, but in this "
             f"{reader.method} checkpoint each group is scattered over all of them (desc_act, or actorder group), so "
             "that a rank would hold no whole group; add --enable-expert-parallel, or set high to 16 and low to 0, "
             "which "
-            "hold its dequantized weights."
+            "stores its dequantized weights."
         )
     sizes = store_group_sizes(reader, rank_columns, ranks)
     if not sizes:
         raise CheckpointError(
             f"--tensor-parallel-size {ranks} gives a rank {rank_columns} columns of the down projection, which cuts "
             f"the groups of this {reader.method} checkpoint; use another size or --enable-expert-parallel, or set high "
-            "to 16 and low to 0, which hold its dequantized weights."
+            "to 16 and low to 0, which stores its dequantized weights."
         )
     if group_size not in sizes:
         raise CheckpointError(
-            f"group_size = {group_size} was asked for, but the groups of {reader.group_size} columns of this "
+            f"group_size is {group_size}, but the groups of {reader.group_size} columns of this "
             f"{reader.method} checkpoint can only be held in groups of {' or '.join(map(str, sizes))}; leave "
             "group_size out."
         )

@@ -1,7 +1,7 @@
 """From a checkpoint's quantization_config to the reader of its experts.
 
-A method is two functions: what its rules say of one matrix, and the reader of what they say. Matrices whose tensors are
-known to have 16 bits have no rule.
+Each method has two functions: one finds the rule for a matrix, the other makes the reader for a rule. Matrices whose
+tensors are known to have 16 bits have no rule.
 """
 
 import json
@@ -27,7 +27,7 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 EXPERT_DTYPE = "expert_dtype"
 
 Config = Mapping[str, Any]
-Names = Collection[str]  # that a matrix goes by, see ``ExpertModule.aliases``
+Names = Collection[str]  # of a matrix, see ``ExpertModule.aliases``
 
 _NAMES_OF_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn")  # the last is MiniMax's
 _PACK_QUANTIZED, _INT_QUANTIZED, _NAIVE_QUANTIZED = "pack-quantized", "int-quantized", "naive-quantized"
@@ -53,15 +53,17 @@ _AUTO_ROUND_FORMATS = {"int": "auto_round:auto_gptq", "fp": "auto_round:fp8", "f
 
 
 def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
-    """A quantization_config, with the format of experts that DeepSeek-V4's config.json says outside of it."""
+    """Return a quantization_config with the expert format that DeepSeek-V4's config.json has outside of it."""
     if model.get("model_type") not in ("deepseek_v4", "deepseek_v41") or config.get("quant_method") == "dymoe":
         return dict(config)
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
 def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = None) -> Reader:
-    """The reader of some experts, by the quantization_config and what is known of their tensors; CheckpointError if
-    none reads them, or experts of the same layer have several formats."""
+    """Return the reader for some experts, by the quantization_config and what is known of their tensors.
+
+    CheckpointError if none reads them, or if experts of one layer have several formats.
+    """
     found = make_readers(config, modules)
     if len(found) == 1:
         return next(iter(found))
@@ -71,9 +73,9 @@ def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = 
             for projection in module.projections:
                 if readers.setdefault((module.layer, projection), reader) is not reader:
                     raise _several(found, "a layer's experts need one format for each projection")
-    # Tensor-parallel ranks have parts of those that vLLM cuts.
+    # Tensor-parallel ranks get parts of stacks that vLLM cuts.
     if any(reader.ranks_take_groups for reader in found):
-        raise _several(found, "where vLLM hands over all experts of a layer at once, they need one format")
+        raise _several(found, "this model's experts of a layer come in one tensor, so they need one format")
     return MixedReader.of(readers)
 
 
@@ -81,7 +83,7 @@ def _several(found: Mapping[Reader, Sequence[ExpertModule]], why: str) -> Checkp
     several = sorted(found.items(), key=lambda item: -len(item[1]))
     said = " and ".join(f"{reader.summary} ({_places(where)})" for reader, where in several)
     return CheckpointError(
-        f"the experts of the checkpoint have several formats: {said}; {why}. Use such a checkpoint, or serve it "
+        f"the experts of the checkpoint have several formats: {said}; {why}. Use another checkpoint, or serve it "
         "without --quantization dymoe."
     )
 
@@ -89,7 +91,7 @@ def _several(found: Mapping[Reader, Sequence[ExpertModule]], why: str) -> Checkp
 def make_readers(
     config: Config | None, modules: Sequence[ExpertModule] | None = None
 ) -> dict[Reader, list[ExpertModule]]:
-    """The readers of some experts, and of which each is; CheckpointError if none reads them."""
+    """Return the readers for some experts, and the modules that each one reads; CheckpointError if none reads them."""
     known = modules is not None
     modules = guessed_modules() if modules is None else modules
     if config is None or not modules:
@@ -109,19 +111,19 @@ def make_readers(
             found.setdefault(made[key].format, (made[key], []))[1].append(module)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
-            f"the quantization_config of the checkpoint is not one that {method} writes ({error}); correct it, or "
+            f"the quantization_config of the checkpoint is not valid for {method} ({error}); correct it, or "
             "download config.json again."
         ) from error
-    if not known and len(found) > 1:  # no layer that was guessed has to be there
+    if not known and len(found) > 1:  # guessed layers need not exist
         found.pop(PLAIN_READER.format, None)
     return dict(found.values())
 
 
 def check_method(config: Config) -> str:
-    """The method of a quantization_config, by the name that its tool writes; CheckpointError if it cannot be read."""
+    """Return the method of a quantization_config, by its tool's name; CheckpointError if it is not supported."""
     producer = config.get("producer")
     named = producer.get("name") if isinstance(producer, Mapping) else None
-    method = config.get("quant_method") or named or "a method it does not name"
+    method = config.get("quant_method") or named or "an unnamed method"
     method = _NAMES_OF_VLLM.get(str(method), str(method))
     if method not in _METHODS:
         advice = (
@@ -133,7 +135,7 @@ def check_method(config: Config) -> str:
 
 
 def _places(modules: Sequence[ExpertModule]) -> str:
-    """Where some matrices are, in a few words."""
+    """Return in a few words where some matrices are."""
     layers = sorted({module.layer for module in modules})
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
     named = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -141,13 +143,13 @@ def _places(modules: Sequence[ExpertModule]) -> str:
 
 
 def describe_modelopt(config: Config) -> Config:
-    """The part of a configuration that names algorithms: older checkpoints have it one level deeper."""
+    """Return the part of a configuration that names algorithms; older checkpoints have it one level deeper."""
     inner = config.get("quantization")
     return inner if isinstance(inner, Mapping) else config
 
 
 def _fp8(config: Config) -> Reader:
-    """Of DeepSeek, Qwen, GLM and MiniMax."""
+    """Return the reader for FP8 of DeepSeek, Qwen, GLM and MiniMax."""
     if config.get("moe_quant_algo"):
         return _modelopt({"quant_algo": config["moe_quant_algo"]})
     if config.get(EXPERT_DTYPE) == "fp4" or config.get("store_dtype") == "mxfp4":
@@ -163,15 +165,14 @@ def _fp8(config: Config) -> Reader:
 def _mxfp8(config: Config) -> Reader:
     if algorithm := config.get("moe_quant_algo"):
         raise CheckpointError(
-            f"the checkpoint is quantized with mxfp8 and its experts with {algorithm}, which is not read; use one "
+            f"the checkpoint is quantized with mxfp8 and its experts with {algorithm}, which is not supported; use one "
             "with mxfp8 everywhere."
         )
     return floats.mxfp8("mxfp8", spellings={"weight_scale_inv": "weight_scale"})
 
 
 def _gptq_rule(config: Config, names: Names) -> Config | None:
-    """GPTQModel's ``dynamic``: the first expression that fits says what is different, or with "-:" that nothing is
-    quantized."""
+    """Return the rule of GPTQModel's ``dynamic``: the first matching expression; "-:" marks what is not quantized."""
     plain = {key: value for key, value in config.items() if key != "dynamic"}
     for pattern, rule in (config.get("dynamic") or {}).items():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), names):
@@ -180,7 +181,7 @@ def _gptq_rule(config: Config, names: Names) -> Config | None:
 
 
 def _compressed_tensors_rule(config: Config, names: Names) -> Config:
-    """The group of which a target names the matrix, else the one of all linear layers."""
+    """Return the group whose targets name the matrix, else the one of all linear layers."""
     groups = list((config.get("config_groups") or {}).values())
     targets = [(target, group) for group in groups for target in group.get("targets") or ()]
     named = (group for target, group in targets if _is_target(target, names))
@@ -188,10 +189,10 @@ def _compressed_tensors_rule(config: Config, names: Names) -> Config:
     group = next(named, None) or next(linear, None)
     if group is None:
         if any(other.get("weights") != groups[0].get("weights") for other in groups):
-            raise _unreadable("several groups of which none names the experts", "one that does")
+            raise _unreadable("several groups, none of which names the experts", "one that does")
         group = groups[0] if groups else {}
     if (fmt := group.get("format") or config.get("format")) is None:
-        raise _unreadable("the format that it does not name", "one that it names")
+        raise _unreadable("an unnamed format", "one that it names")
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise _unreadable(f"the sparse format {sparsity}", "dense ones")
@@ -199,7 +200,7 @@ def _compressed_tensors_rule(config: Config, names: Names) -> Config:
 
 
 def _is_target(target: str, names: Names) -> bool:
-    """Whether a target, the name of modules or "re:" and an expression, names a matrix."""
+    """Return whether a target, the name of modules or "re:" and an expression, names a matrix."""
     return matches(target[len("re:") :], names) if target.startswith("re:") else target in names
 
 
@@ -240,7 +241,7 @@ def _unreadable(found: str, readable: str) -> CheckpointError:
 
 
 def _modelopt_rule(config: Config, names: Names) -> Config | None:
-    """ModelOpt's MIXED_PRECISION names layers, or those that they are parts of, one by one."""
+    """Return the rule of ModelOpt's MIXED_PRECISION, which names layers, or modules that contain them, one by one."""
     described = describe_modelopt(config)
     if str(described.get("quant_algo")).upper() != "MIXED_PRECISION":
         return {key: described.get(key) for key in ("quant_algo", "group_size")}
@@ -255,20 +256,20 @@ def _modelopt_rule(config: Config, names: Names) -> Config | None:
 
 
 def _modelopt(rule: Config) -> Reader:
-    algorithm = str(rule.get("quant_algo") or "one it does not name").upper()
+    algorithm = str(rule.get("quant_algo")).upper()
     if algorithm not in _MODELOPT:
         raise unreadable(f"modelopt, algorithm {algorithm}", ", ".join(_MODELOPT))
     reader = _MODELOPT[algorithm]("modelopt")
     if reader.encoding is NVFP4 and rule.get("group_size") not in (None, reader.group_size):
         raise CheckpointError(
-            f"the checkpoint is quantized with modelopt in groups of {rule['group_size']}, and {algorithm} has "
+            f"the checkpoint is quantized with modelopt in groups of {rule['group_size']}, but {algorithm} has "
             f"groups of {reader.group_size}; correct its quantization_config, or use another checkpoint."
         )
     return reader
 
 
 def _quark_rule(config: Config, names: Names) -> Config:
-    """The first pattern of ``layer_quant_config`` that fits, else ``global_quant_config``."""
+    """Return the first pattern of ``layer_quant_config`` that matches, else ``global_quant_config``."""
     rules: Config = config.get("layer_quant_config") or {}
     rule = next((rule for pattern, rule in rules.items() if any(fnmatchcase(name, pattern) for name in names)), None)
     weights = ((config.get("global_quant_config") if rule is None else rule) or {}).get("weight") or {}
@@ -276,14 +277,14 @@ def _quark_rule(config: Config, names: Names) -> Config:
         weights = weights[0]
     if not isinstance(weights, Mapping):
         raise CheckpointError(
-            "the checkpoint is quantized with quark, its experts in several steps, which cannot be read; use one whose "
-            "experts are quantized once."
+            "the checkpoint is quantized with quark, its experts in several steps, which is not supported; use one "
+            "whose experts are quantized once."
         )
     return weights
 
 
 def _quark(weights: Config) -> Reader:
-    """AMD Quark's, which lie as compressed-tensors' do (vLLM, quantization/quark/quark_moe.py)."""
+    """Return the reader for AMD Quark, whose layout is compressed-tensors' (vLLM, quantization/quark/quark_moe.py)."""
     kind, scheme, groups = weights.get("dtype"), weights.get("qscheme"), weights.get("group_size")
     if (kind, scheme, groups, weights.get("scale_format")) == ("fp4", "per_group", 32, "e8m0"):
         return floats.mxfp4("quark", spellings={"scale": "weight_scale"})
@@ -293,7 +294,10 @@ def _quark(weights: Config) -> Reader:
 
 
 def _auto_round_rule(config: Config, names: Names) -> Config | None:
-    """AutoRound's ``extra_config`` names modules, or is an expression; it says what is different of them."""
+    """Return the rule of AutoRound's ``extra_config``, merged into the defaults.
+
+    Its keys are modules or expressions.
+    """
     plain = {key: value for key, value in config.items() if key != "extra_config"}
     rules: Config = config.get("extra_config") or {}
     rule: Config = {}
@@ -309,7 +313,10 @@ def _auto_round_rule(config: Config, names: Names) -> Config | None:
 
 
 def _auto_round(config: Config) -> Reader:
-    """AutoRound's own name around the layouts of AutoGPTQ, AutoAWQ, FP8 blocks and MXFP (auto_round/export)."""
+    """Return the reader for AutoRound (auto_round/export).
+
+    AutoRound wraps the layouts of AutoGPTQ, AutoAWQ, FP8 blocks and MXFP.
+    """
     bits, group_size, kind = config.get("bits"), config.get("group_size"), str(config.get("data_type") or "int")
     layout = str(config.get("packing_format") or _AUTO_ROUND_FORMATS.get(kind, "auto_round:llm_compressor"))
     if kind == "int" and layout.endswith("gptq"):
@@ -324,8 +331,8 @@ def _auto_round(config: Config) -> Reader:
         reader = _compressed_tensors({"format": layout, "group": {"weights": weights}})
     else:
         raise CheckpointError(
-            f'the checkpoint is quantized with auto-round, {kind} at {bits} bits in "{layout}", which cannot be read; '
-            "export it with --format auto_gptq, auto_awq, or with 16-bit weights."
+            f'the checkpoint is quantized with auto-round, {kind} at {bits} bits in "{layout}", which is not '
+            "supported; export it with --format auto_gptq, auto_awq, or with 16-bit weights."
         )
     return replace(reader, method="auto-round")
 

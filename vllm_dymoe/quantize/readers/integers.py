@@ -24,15 +24,15 @@ from vllm_dymoe.quantize.readers.base import (
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 _WORD_BITS = 32
-# Of the eight numbers in AutoAWQ's words the one in bits 4 i to 4 i + 3 belongs to output _AWQ_ORDER[i]
-# (awq/modules/linear/gemm.py, ``WQLinear_GEMM.from_linear``).
+# In AutoAWQ's words of eight numbers, bits 4 i to 4 i + 3 belong to output _AWQ_ORDER[i] (awq/modules/linear/gemm.py,
+# ``WQLinear_GEMM.from_linear``).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_PLACE = tuple(_AWQ_ORDER.index(output) for output in range(8))
 _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 def awq(config: Mapping[str, Any]) -> Reader:
-    """AutoAWQ, "gemm" packing: transposed, eight outputs in a word, in AutoAWQ's order.
+    """Return the reader for AutoAWQ, "gemm" packing: transposed, eight outputs in a word, in AutoAWQ's order.
 
     ``qweight`` int32 [columns, rows / 8], ``qzeros`` int32 [groups, rows / 8], ``scales`` [groups, rows].
     """
@@ -53,7 +53,7 @@ def awq(config: Mapping[str, Any]) -> Reader:
 
 def _make_awq(group_size: int | None, parts: Mapping[str, Tensor], rows: int, columns: int) -> Held:
     if rows % 8:
-        raise ValueError(f"qweight cannot hold {rows} outputs, which is no multiple of 8.")
+        raise ValueError(f"qweight cannot hold {rows} outputs, which is not a multiple of 8.")
     groups = count_groups(columns, group_size)
     check_shape("qweight", parts["qweight"], columns, rows // 8)
     check_shape("qzeros", parts["qzeros"], groups, rows // 8)
@@ -68,19 +68,19 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 
 def gptq(config: Mapping[str, Any]) -> Reader:
-    """AutoGPTQ and GPTQModel: transposed, neighbouring inputs in a word.
+    """Return the reader for AutoGPTQ and GPTQModel: transposed, adjacent inputs in a word.
 
-    ``qweight`` int32 [columns * bits / 32, rows], ``qzeros`` int32 [groups, rows * bits / 32], ``scales``
-    [groups, rows], and ``g_idx`` int32 [columns], the group of each column. The first version of the format stores zero
-    points less one, which dequantizing adds and masks again (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored
-    15 is 0 at 4 bits; other code of AutoGPTQ makes 16 of it, which its quantizer never chooses); "gptq_v2" stores them
-    as they are. With desc_act only ``g_idx`` knows the groups of columns.
+    ``qweight`` int32 [columns * bits / 32, rows], ``qzeros`` int32 [groups, rows * bits / 32], ``scales`` [groups,
+    rows], and ``g_idx`` int32 [columns], the group of each column. The first version of the format stores zero points
+    minus one, which dequantizing adds and masks again (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored 15 is
+    0 at 4 bits; other code of AutoGPTQ makes 16 of it, which its quantizer never chooses); "gptq_v2" stores them
+    unchanged. With desc_act only ``g_idx`` has the groups of columns.
     """
     version = _gptq_version(config)
     bits = choose_bits("gptq", config.get("bits"), (8, 4, 2))
     group_size = choose_group_size("gptq", config.get("group_size"))
     asymmetric = not config.get("sym", True)
-    # With one group for all columns their order has no effect, and static groups are made of neighbours.
+    # With one group for all columns their order has no effect, and static groups contain adjacent columns.
     act_order = bool(config.get("desc_act")) and group_size is not None and not config.get("static_groups")
     make = partial(_make_gptq, bits, group_size, _ZERO_POINT_OFFSETS[version] if asymmetric else None)
     dtypes = {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
@@ -92,10 +92,10 @@ def gptq(config: Mapping[str, Any]) -> Reader:
 def _make_gptq(
     bits: int, group_size: int | None, offset: int | None, parts: Mapping[str, Tensor], rows: int, columns: int
 ) -> Held:
-    """Zero points are their stored values plus ``offset``; None says that they are all the middle code."""
+    """Make a matrix whose zero points are the stored values plus ``offset``; None if all are the middle code."""
     each = _WORD_BITS // bits
     if rows % each or columns % each:
-        raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are no multiples of {each}.")
+        raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are not multiples of {each}.")
     groups = count_groups(columns, group_size)
     check_shape("qweight", parts["qweight"], columns // each, rows)
     check_shape("qzeros", parts["qzeros"], groups, rows // each)
@@ -104,7 +104,7 @@ def _make_gptq(
     if offset is not None:
         zeros = (zeros + offset) & (2**bits - 1)
     elif bool(((zeros == middle) | (zeros == middle - 1)).all()):
-        zeros = torch.full_like(zeros, middle)  # not all tools agree on the version where it has no effect
+        zeros = torch.full_like(zeros, middle)  # tools disagree about the version if it has no effect
     else:
         raise ValueError(f"qzeros has zero points other than {middle}, although config.json says sym true.")
     order = _order("g_idx", parts, columns, group_size)
@@ -120,13 +120,13 @@ def _gptq_version(config: Mapping[str, Any]) -> str:
 
 
 def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
-    """compressed-tensors, format "pack-quantized": neighbouring inputs in a word, weights not transposed.
+    """Return the reader for compressed-tensors' "pack-quantized": adjacent inputs in a word, weights not transposed.
 
-    ``weight_packed`` int32 [rows, columns * bits / 32, rounded up], ``weight_scale`` [rows, groups], where they are
-    asymmetric ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2].
-    Signed numbers are stored plus half their range, codes and zero points alike
-    (compressed_tensors/compressors/pack_quantized). With actorder "group" ``weight_g_idx`` int32 [columns] says the
-    group of each column. ``unreadable`` makes the error for what is found, and what can be read in its place.
+    ``weight_packed`` int32 [rows, columns * bits / 32, rounded up], ``weight_scale`` [rows, groups], for asymmetric
+    weights ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2]. Signed
+    numbers are stored plus half their range, codes and zero points alike
+    (compressed_tensors/compressors/pack_quantized). With actorder "group", ``weight_g_idx`` int32 [columns] is the
+    group of each column. ``unreadable`` makes an error from what is found and what is supported.
     """
     method = "compressed-tensors"
     bits = choose_bits(method, weights.get("num_bits"), (8, 4, 2))
@@ -159,10 +159,10 @@ def _make_packed(bits: int, group_size: int | None, parts: Mapping[str, Tensor],
 
 
 def int_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
-    """compressed-tensors, format "int-quantized": signed bytes, with a scale for each row or group.
+    """Return the reader for compressed-tensors' "int-quantized": signed bytes, with a scale for each row or group.
 
-    ``weight`` int8 [rows, columns], ``weight_scale`` [rows, groups], and where they are asymmetric
-    ``weight_zero_point`` int8 of the same shape.
+    ``weight`` int8 [rows, columns], ``weight_scale`` [rows, groups], and for asymmetric weights ``weight_zero_point``
+    int8 of the same shape.
     """
     method, strategy = "compressed-tensors", weights.get("strategy") or "channel"
     bits = choose_bits(method, weights.get("num_bits"), (8,))
@@ -199,12 +199,12 @@ def _check_shape(part: str, tensor: Tensor, rows: int, columns: int) -> None:
 
 def _check_neighbours(group_size: int | None, said: str, part: str, tensor: Tensor, rows: int, columns: int) -> None:
     if not torch.equal(tensor.long(), blocks(columns, group_size)):
-        raise ValueError(f"{part} says that its columns were reordered, although {said}.")
+        raise ValueError(f"{part} reorders columns, although {said}.")
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """The numbers in int32 words [n, m], from the lowest bits up: uint8 [n, m * 32 / bits], bits at most 8."""
-    # A machine's bytes are in this order too; four of them are taken at a time instead of one number.
+    """Return the numbers in int32 words [n, m], lowest bits first: uint8 [n, m * 32 / bits], at most 8 bits each."""
+    # Bytes in memory have this order, too, so they are taken four at a time instead of one number at a time.
     octets = words.contiguous().view(torch.uint8).view(words.shape[0], -1)
     if bits == 8:
         return octets
@@ -213,7 +213,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def _order(part: str, parts: Mapping[str, Tensor], columns: int, group_size: int | None) -> Tensor:
-    """The group of each column: of neighbours, unless a tensor says it."""
+    """Return the group of each column: from a tensor if there is one, otherwise groups are contiguous."""
     if part not in parts:
         return blocks(columns, group_size)
     check_shape(part, parts[part], columns)

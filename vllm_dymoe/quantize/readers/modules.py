@@ -1,8 +1,8 @@
-"""The experts that a checkpoint has, under the names that the rules of its quantization_config are written for.
+"""The expert matrices of a checkpoint, under all names that rules of its quantization_config may use.
 
-A rule names modules as the tool that wrote it saw them. That may be the tensors' names, those of an older or newer
+A rule names modules as the tool that wrote it saw them. The names may be those of the tensors, of an older or newer
 transformers (``language_model.model`` became ``model.language_model``; Mixtral's ``block_sparse_moe.experts.0.w1``
-became ``mlp.experts.0.gate_proj``), or vLLM's. So a rule fits a matrix if it fits one of the names that it goes by.
+became ``mlp.experts.0.gate_proj``), or vLLM's. So a rule matches a matrix if it matches one of its names.
 """
 
 import functools
@@ -31,11 +31,11 @@ class ExpertModule:
     layer: int
     expert: int | None  # None for a stack
     projections: tuple[Projection, ...]
-    plain: bool | None  # whether its tensors have 16 bits; None where they are not known
+    plain: bool | None  # whether its tensors have 16 bits; None if unknown
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """The names that it goes by, the checkpoint's own first."""
+        """The matrix's names, the checkpoint's own first."""
         layers, _, rest = self.name.partition(f".{self.layer}.")
         block, _, tail = rest.partition(".experts.")
         prefix = layers.removesuffix("layers").removesuffix(".")
@@ -57,7 +57,7 @@ class ExpertModule:
 
 
 def guessed_modules(layers: int = 128) -> tuple[ExpertModule, ...]:
-    """Of a checkpoint whose tensors are not known."""
+    """Return modules for a checkpoint whose tensors are not known."""
     return tuple(
         ExpertModule(f"model.layers.{layer}.mlp.experts.0.{word}", layer, 0, (projection,), None)
         for layer in range(layers)
@@ -66,8 +66,10 @@ def guessed_modules(layers: int = 128) -> tuple[ExpertModule, ...]:
 
 
 def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModule], list[ExpertModule]]:
-    """The experts' matrices of the model, which has so many layers, and of its drafts (multi-token prediction); tensors
-    are dtypes, as safetensors names them, by name."""
+    """Return the expert matrices of the model and of its drafts (multi-token prediction).
+
+    ``tensors`` are dtypes, in safetensors' words, by name; ``layers`` is the model's number of layers.
+    """
     parts: dict[str, list[tuple[str, str]]] = {}
     named = {}
     for tensor, dtype in tensors.items():
@@ -90,8 +92,10 @@ def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModu
 
 
 def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) -> list[ExpertModule]:
-    """Those among modules that rules can tell apart: of each layer and projection one expert, and those that the
-    configuration names by number."""
+    """Return modules that represent all others.
+
+    These are one expert of each layer and projection, and those that rules name by number.
+    """
     named = {int(number) for number in re.findall(r"experts\\*\.(\d+)", str(config))}
     kept: dict[object, ExpertModule] = {}
     for module in modules:
@@ -101,7 +105,10 @@ def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) 
 
 
 def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> bool:
-    """Whether an expression fits one of the names, from its beginning or ``anywhere``; False if it is none."""
+    """Return whether an expression matches one of the names, from its beginning or ``anywhere``.
+
+    An invalid expression matches nothing.
+    """
     compiled = _compiled(pattern)
     if compiled is None:
         return False
@@ -110,8 +117,12 @@ def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> 
 
 
 def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a configuration leaves a module at 16 bits: by "re:" and an expression, with wildcards, or by some parts
-    of its name. For modules whose tensors are not known; otherwise those tell it."""
+    """Return whether a configuration leaves a module at 16 bits.
+
+    It may use "re:" and an expression, wildcards, or parts of names.
+
+    For modules whose tensors are not known; otherwise the tensors decide.
+    """
     experts = {name[: name.index(".experts.") + len(".experts")] for name in names}
     for key in _EXCLUSIONS:
         for pattern in config.get(key) or ():

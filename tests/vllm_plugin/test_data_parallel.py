@@ -1,0 +1,122 @@
+"""Layers in which rows of several engines meet: planned by the device as by the host, from the same tokens."""
+
+import pytest
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.executor.device_planned import device_planned_server
+from tests.executor.steps import make_server, random_step
+from tests.support.no_host import NoHost
+from tests.vllm_plugin.steps import rank_of, scheduled
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.table import Counter
+from vllm_dymoe.vllm_plugin import data_parallel
+from vllm_dymoe.vllm_plugin.data_parallel import GatheredOnDevice
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
+from vllm_dymoe.vllm_plugin.failures import FailedStep
+from vllm_dymoe.vllm_plugin.step import RankLayer
+
+EVERY = 12  # experts of both engines, of which each has every other one
+
+
+class Group:
+    """The other engine's rows lie before this one's; as many of them as it says are tokens."""
+
+    def __init__(self):
+        self.x = self.weights = self.ids = None
+        self.tokens = 0
+
+    def dispatch(self, x, weights, ids, sequence_parallel, extra=None):
+        others = self.ids
+        if extra is None:  # its own device has done so
+            others = torch.where(torch.arange(len(self.ids))[:, None] < self.tokens, self.ids, -1)
+        met = torch.cat((self.x, x)), torch.cat((self.weights, weights)), torch.cat((others, ids.to(others.dtype)))
+        if extra is None:
+            return met
+        marks = (torch.arange(len(self.ids)) < self.tokens).to(extra[0].dtype)
+        return *met, [torch.cat((marks, extra[0]))]
+
+    def combine(self, out, sequence_parallel):
+        return out[len(self.ids) :]
+
+
+@pytest.fixture
+def group(monkeypatch):
+    group = Group()
+    monkeypatch.setattr(data_parallel, "get_ep_group", lambda: group)
+    return group
+
+
+def step_of(seed, rows, experts):
+    x, weights, _ = random_step(seed, rows, experts)
+    ids = torch.rand(rows, EVERY, generator=torch.Generator().manual_seed(seed)).topk(2).indices.int()
+    return x, weights, ids
+
+
+def run(rank, group, seed, tokens, rows, others, spoil=None):
+    """One step in which this engine has so many tokens in so many rows, and the other one as ``others`` says."""
+    experts = rank.server.experts
+    numbers = torch.full((EVERY,), -1, dtype=torch.int32)
+    numbers[::2] = torch.arange(EVERY // 2, dtype=torch.int32)
+    layers = [RankLayer(f"layers.{n}", n, Activation.SILU, bounded_map(numbers), meets=True) for n in range(2)]
+    given = step_of(seed, rows, experts)
+    group.tokens, (group.x, group.weights, group.ids) = others[0], step_of(seed + 50, others[1], experts)
+    if spoil is not None:
+        group.ids[0, 0] = spoil
+    answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    if not tokens:
+        with rank.idle_step():
+            return [rank.forward(layer, *given) for layer in layers], None
+    output = scheduled(*[1] * tokens)
+    rank.begin_step(output)
+    outputs = [rank.forward(layer, *given)[:tokens] for layer in layers]
+    return outputs, rank.end_model(None, output, answer)
+
+
+STEPS = [(3, 4, (2, 2)), (0, 2, (5, 6)), (2, 2, (0, 1)), (10, 12, (30, 32)), (0, 1, (0, 1)), (8, 8, (8, 8))]
+
+
+@pytest.mark.parametrize("policy", ["exact", "on-demand", "layer-prefetch"])
+def test_rows_of_both_engines_are_computed_as_by_the_host_and_padding_counts_nowhere(memory_store, group, policy):
+    device = rank_of(device_planned_server(memory_store, "50%", policy, low=0))
+    host = rank_of(make_server(memory_store, "100%", policy, low=0))
+    assert device.server.small_batches is not None
+    for seed, step in enumerate(STEPS * 2):
+        got, want = run(device, group, seed, *step)[0], run(host, group, seed, *step)[0]
+        if step[0]:
+            assert all(map(torch.equal, got, want)), step
+    table, planned = device.server.cache.device_table.table, host.server.stats().planned
+    with_tokens = sum(bool(tokens + others[0]) for tokens, _, others in STEPS)
+    assert table.step.tolist() == [2 * with_tokens] * 2, "a step without a token of anyone ages no score"
+    wanted = table.counters[:, [Counter.NEEDED_HIGH, Counter.NEEDED_LOW]].sum(0).tolist()
+    assert wanted == [planned.get(name, 0) for name in ("high", "low")]
+    device.server.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [2, SMALL_BATCH_ROWS])
+def test_nothing_that_meets_waits_for_the_device(memory_store, group, rows):
+    server = device_planned_server(memory_store, "50%")
+    group.tokens, (group.x, group.weights, group.ids) = 1, step_of(1, rows, server.experts)
+    server.small_batches.tell(rows)
+    given = step_of(2, rows, server.experts)
+    with NoHost():
+        met = GatheredOnDevice(*given, server.small_batches, None)
+    assert server.small_batches.memory.rows.tolist() == [2 * rows]
+    assert met.combine(met.x).shape == given[0].shape
+
+
+def test_both_engines_find_an_expert_outside_the_model_in_a_token_of_one(memory_store, group):
+    rank = rank_of(device_planned_server(memory_store, "50%"))
+    assert not isinstance(run(rank, group, 1, 3, 4, (2, 2))[1], FailedStep)
+    failed = run(rank, group, 2, 3, 4, (2, 2), spoil=EVERY)[1]
+    assert isinstance(failed, FailedStep)
+    assert f"there are {EVERY}" in failed.failure
+    assert not isinstance(run(rank, group, 3, 3, 4, (2, 2))[1], FailedStep)
+
+
+def test_ranks_of_tensor_parallelism_have_their_part_of_the_tokens(memory_store):
+    path = device_planned_server(memory_store, "50%").small_batches
+    path.tell(5)
+    ids = torch.zeros(4, 2, dtype=torch.int32)
+    assert [(path.own_tokens(ids, first)[:, 0] == 0).sum().item() for first in (0, 4, 8)] == [4, 1, 0]

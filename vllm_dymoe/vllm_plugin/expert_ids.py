@@ -1,0 +1,21 @@
+"""A rank's numbers of the experts that a router chose among those of all ranks."""
+
+import torch
+
+
+def bounded_map(numbers: torch.Tensor) -> torch.Tensor:
+    """Append to a rank's numbers of all experts, int [experts], what :func:`own_ids` makes of other ids."""
+    return torch.cat((numbers, numbers.new_tensor([len(numbers), -2, -1])))
+
+
+def own_ids(numbers: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """Return this rank's numbers of experts in the shape of ids, int; -1 for other ranks' experts and for padding.
+
+    An id that is no expert's stays none: it becomes -2 if it was below -1, and the number of all experts if it was that
+    or more, neither of which is an expert of any rank.
+
+    Args:
+        numbers: of a :func:`bounded_map`; None where the rank has all experts.
+        ids: int [rows, top_k], as the router gives them; -1 for padding.
+    """
+    return ids if numbers is None else numbers[ids.clamp(-2, len(numbers) - 3).long()]

@@ -87,7 +87,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
     "popularity": ("popularity",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
-    **dict.fromkeys(("post", "wait", "collect"), ("cpu_queue",)),
+    **dict.fromkeys(("post", "wait", "collect", "ask", "take_sources"), ("cpu_queue",)),
 }
 """Source modules of a kernel."""
 
@@ -97,7 +97,7 @@ class Variant:
     """One kernel to compile."""
 
     architecture: int  # such as 90
-    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, wait, collect
+    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, ...
     shape: str  # hidden x intermediate; for combine, hidden; for planning, experts
     precisions: str  # bit-widths of a launch, if it reads experts
     note: str  # special properties

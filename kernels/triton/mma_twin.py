@@ -31,7 +31,7 @@ def mma_rows_plain(x: Tensor, packed: PackedMatrix, *, split: int, warps: int, s
     """
     fmt, offset = packed.format, 1024.0 if x.dtype == torch.float16 else 128.0
     columns = x.float() if packed.order is None else x.float()[:, packed.order[: fmt.columns].long()]
-    columns = torch.nn.functional.pad(columns, (0, fmt.padded_columns - fmt.columns)).numpy()
+    padded: Floats = torch.nn.functional.pad(columns, (0, fmt.padded_columns - fmt.columns)).numpy()
     scale, rest, values = _operands(packed, offset)
     strips = fmt.padded_columns // strip
     share = -(-strips // (split * warps)) * warps
@@ -41,7 +41,7 @@ def mma_rows_plain(x: Tensor, packed: PackedMatrix, *, split: int, warps: int, s
         for number in range(part * share, min((part + 1) * share, strips)):
             products, sums = np.zeros_like(total), np.zeros((len(x), 1), np.float32)
             for at in range(number * strip, (number + 1) * strip, _STEP):
-                some = columns[:, at : at + _STEP].astype(np.float64)
+                some = padded[:, at : at + _STEP].astype(np.float64)
                 products = (products + some @ values[:, at : at + _STEP].T).astype(np.float32)
                 sums = (sums + some.sum(1, keepdims=True)).astype(np.float32)
             group = number * strip // fmt.group_size if scale.shape[1] > 1 else 0
@@ -84,8 +84,8 @@ def _of_matrix(packed: PackedMatrix) -> Floats:
     """Return what all products with the rows are multiplied with: a lattice's scales, or a published factor."""
     if packed.factor is not None:
         multiplier, divisor = packed.factor.numpy()
-        return np.float32(multiplier / divisor)
+        return np.asarray(multiplier / divisor, np.float32)
     if packed.format.encoding.lattice:
         assert packed.scales_zeros is not None
         return packed.scales_zeros[0, : packed.format.rows, int(packed.residual is not None)].float().numpy()
-    return np.float32(1.0)
+    return np.ones((), np.float32)

@@ -95,8 +95,10 @@ class Tiles:
         """Return these sizes for decode on tensor cores, of experts that have at most so many tokens, or 16."""
         most = 8 if tokens <= 8 else 16
         # Left alone, gate and up of 16 tokens take 249 registers, so that two programs share a processor and not three.
-        change = {"tensor_cores": most, "dependent": dependent, "registers": None if most == 8 else 168}
-        gate_up, down = (replace(tile, **change) for tile in (self.gate_up, self.down))
+        gate_up, down = (
+            replace(tile, tensor_cores=most, dependent=dependent, registers=None if most == 8 else 168)
+            for tile in (self.gate_up, self.down)
+        )
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:

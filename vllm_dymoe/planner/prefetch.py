@@ -137,7 +137,7 @@ def judge_predicted(table: Table, layer: int, ids: Tensor, rows: Tensor, listed:
         PredictionCount.UNUSED: predicted & ~held & ~chosen,
     }
     for count, those in counted.items():
-        listed.counts[layer, count] += np.count_nonzero(those)
+        listed.counts[layer, count] += int(np.count_nonzero(those))
 
 
 def list_predicted(

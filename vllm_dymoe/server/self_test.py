@@ -133,7 +133,7 @@ def tested(
             about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, decode))}"
             said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
             if decode is not Decode.PLAIN:
-                say(f"{said} Experts of few tokens are computed {_WAYS[decode - 1]} instead, which is slower.")
+                say(f"{said} Experts of few tokens are computed {_WAYS[Decode(decode - 1)]} instead, which is slower.")
             elif by_device:
                 say(f"{said} The host plans instead, which is slower.")
             else:

@@ -241,7 +241,7 @@ class Policy(BaseModel):
         """Return why a device cannot plan this policy's steps, as text to follow "because"; empty if it can.
 
         A GPU planner knows quotas (zero if layers keep nothing), admission by score, precision by thresholds or counts,
-        counts, and streaming. It runs no Python.
+        and streaming. It runs no Python.
         """
         if not self.precision.planned:
             return f'policy "{self.name}" chooses precisions with Python code, which runs on the host'

@@ -103,7 +103,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
         return list(variants.variants(86))
 
     rows = [
-        dict(zip(compile_table.COLUMNS, ("3.6.0", *variant.key), strict=True)) | {"digest": variant.digest}
+        dict(zip(compile_table.COLUMNS, ("3.6.0", *variant.key), strict=True)) | {"digest": variant.digest, "flow": ""}
         for variant in planned()
     ]
     assert compile_table.fresh(rows, planned()) == rows
@@ -111,13 +111,13 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     tile = choose_tiles(86, 2048, 768).gate_up
     monkeypatch.setattr(variants, "choose_tiles", lambda *sizes: replace(choose_tiles(*sizes), down=tile))
     gone = [row for row in rows if row not in compile_table.fresh(rows, planned())]
-    assert {row["kernel"] for row in gone} == {"down"}
+    assert {row["kernel"] for row in gone} == {"down", "mma_down"}
     monkeypatch.undo()
     source = variants._code
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
     others = {"combine", "place", "decide", "copy_spans", "count", "list", "place_pairs"}
-    others |= {"post", "wait", "collect", "rotate", "popularity"}
+    others |= {"post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
     others |= {"name_experts", "judge_predicted", "list_predicted", "copy_predicted"}
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 

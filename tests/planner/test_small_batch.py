@@ -206,7 +206,7 @@ def test_shares_that_a_pool_does_not_have_are_refused():
     table = make_table({LOW: [0, 0], HIGH: [6, 6]})
     with pytest.raises(ValueError, match=r"13 slots.* 12"):
         set_pools(table, {HIGH: [(0, 1, 12)]}, {HIGH: [6, 7]})
-    with pytest.raises(ValueError, match="13 slots, but it has 12"):
+    with pytest.raises(ValueError, match="13 of its 12 experts"):
         set_pools(table, {HIGH: [(0, 1, 13)]}, {HIGH: [13, 0]})
 
 

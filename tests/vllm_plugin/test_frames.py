@@ -65,6 +65,6 @@ def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypa
     assert len(found) + (not native) <= most, found
 
 
-def test_the_devices_way_has_three_frames_before_its_kernel(monkeypatch, memory_store):
+def test_the_devices_way_has_five_frames_before_its_kernel(monkeypatch, memory_store):
     found = frames_of(monkeypatch, device_planned_server(memory_store, "50%"), PlainKernels, "forward")
-    assert len(found) <= 3, found  # in addition: TritonKernels.forward and SmallBatchStep.run, before the launch
+    assert len(found) <= 5, found  # in addition: TritonKernels.forward and SmallBatchStep.run, before the launch

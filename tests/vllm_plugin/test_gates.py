@@ -123,7 +123,7 @@ def test_how_scores_become_a_choice(grouped):
     assert (gate.groups, gate.top_groups) == ((4, 2) if grouped else (0, 0))
     assert gate.local == (0, -1) * 4
     block.routed.scoring_func = "sqrtsoftplus"
-    with pytest.raises(GateError, match="its scores are sqrtsoftplus"):
+    with pytest.raises(GateError, match="its scoring function is sqrtsoftplus"):
         find_gate(block.routed, block)
 
 

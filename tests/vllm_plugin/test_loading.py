@@ -93,7 +93,7 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
     assert layer_numbers(both) == (1, 4, 2, 5)
 
 
-@pytest.mark.parametrize(("on_input", "why"), [(False, ""), (True, "multiply what experts read")])
+@pytest.mark.parametrize(("on_input", "why"), [(False, ""), (True, "multiply the experts' inputs")])
 def test_models_whose_decode_steps_need_the_host(on_input, why):
     model = Loading(CONFIG, Options(policy="on-demand"), None)
     model.add_layer(SPEC)

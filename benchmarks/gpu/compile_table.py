@@ -40,8 +40,9 @@ INSTRUCTIONS = {
 }  # fmt: skip
 """At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
 there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
-SPILLS = {"3.6.0": 8}
-"""Spilled bytes of a thread: gate and up with MXFP4 on sm_90."""
+SPILLS = {"3.6.0": 8, "3.7.1": 16, "3.8.0": 24}
+"""Spilled bytes of a thread, at most: on sm_90 gate and up with MXFP4 or E8 and down with FP8, on sm_100 gate and up on
+tensor cores at 4 and 4/2 bits."""
 
 
 def problems(row: dict) -> list[str]:

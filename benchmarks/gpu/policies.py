@@ -5,7 +5,7 @@
 Prints a table, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card with a link of 8 GB/s,
 and is refused if its outputs differ from those of the same precisions with every expert resident. Waits are uses of a
 number that only the device has, before a layer is enqueued. Launches and host time are measured in the Triton path with
-with launches that do nothing, for a layer in the middle of a step, or of the draft. Prompts have 64 tokens; a quarter
+launches that do nothing, for a layer in the middle of a step, or of the draft. Prompts have 64 tokens; a quarter
 of the experts has slots. DP+EP: the rows of another engine lie before this one's, as a gathering leaves them; it counts
 as one launch. Disk: a store that is not in memory, behind the thread that brings what a plan misses.
 """

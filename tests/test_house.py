@@ -1,5 +1,6 @@
 """The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
 
+import ast
 import importlib.metadata
 import os
 import shutil
@@ -34,6 +35,25 @@ def folder_of(package):
 def test_the_version_is_the_same_everywhere():
     assert vllm_dymoe.__version__ == PROJECT["project"]["version"]
     assert f"## [{vllm_dymoe.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+SERVING = ("cache", "executor", "planner", "prefetch", "server", "vllm_plugin")
+
+
+def test_tensors_that_serve_name_their_dtype():
+    """vLLM loads a model with the model's dtype as torch's default, so a tensor without one has another size then."""
+    unnamed = []
+    for path in (path for folder in (*SERVING, "../kernels") for path in (ROOT / "vllm_dymoe" / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            makes = ast.unparse(node.func) in {
+                f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn")
+            }
+            empty = any(isinstance(size, ast.Constant) and size.value == 0 for size in node.args)
+            if makes and not empty and not any(keyword.arg in (None, "dtype") for keyword in node.keywords):
+                unnamed.append(f"{path.relative_to(ROOT / 'vllm_dymoe')}:{node.lineno}")
+    assert unnamed == []
 
 
 def test_importing_the_package_imports_nothing_heavy():

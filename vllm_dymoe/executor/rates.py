@@ -165,7 +165,7 @@ def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, row
     """Return the median CPU seconds for one expert with ``rows`` rows."""
     keys = _keys(store.experts, fmt)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
-    x, ids = torch.randn(rows, fmt.hidden).to(fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
+    x, ids = torch.randn(rows, fmt.hidden, dtype=fmt.dtype), torch.arange(_AT_ONCE).expand(rows, _AT_ONCE)
     grouped, out = group_by_expert(ids.numpy()), x.new_empty(ids.numel(), fmt.hidden)
     times, until = list[float](), time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < until:

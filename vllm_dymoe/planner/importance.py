@@ -139,7 +139,7 @@ def attention_mass(
     queries = queries.mul_(scale).view(kv_heads, group * asked, dim)
     # Without a sliding window every query sees all tokens before the first query.
     hidden = _hidden(asked, asked if reach is None else tokens, reach, query.device)
-    mass = torch.zeros(tokens, device=query.device)
+    mass = torch.zeros(tokens, dtype=torch.float32, device=query.device)
     step = max(1, at_once // (group * asked * tokens))
     for first in range(0, kv_heads, step):
         part = slice(first, first + step)

@@ -112,7 +112,7 @@ class LargeBatchWork:
         return cls(
             torch.zeros(shape.spans(STREAMED + shape.streamed_groups).stop, 3, dtype=torch.int64, device=device),
             torch.zeros(shape.tokens, shape.top_k, dtype=torch.int32, device=device),
-            torch.zeros(shape.tokens, shape.top_k, device=device),
+            torch.zeros(shape.tokens, shape.top_k, dtype=torch.float32, device=device),
             torch.zeros(work, dtype=torch.int32, device=device),
         )
 

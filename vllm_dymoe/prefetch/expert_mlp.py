@@ -58,7 +58,7 @@ ARCHITECTURES = {
 
 def chosen(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return experts as one-hot sums: [..., top_k] int -> float32 [..., num_experts]."""
-    ones = torch.zeros(*experts.shape[:-1], num_experts, device=experts.device)
+    ones = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.float32, device=experts.device)
     return ones.scatter_(-1, experts.long(), 1.0)
 
 
@@ -99,7 +99,7 @@ class States(nn.Module):
         tokens, count = len(experts), self.sizes.num_experts
         seen = min(self.history, layer)
         recent = experts[:, layer - seen : layer].flip(1)
-        past = torch.zeros(tokens, self.history, count, device=experts.device)
+        past = torch.zeros(tokens, self.history, count, dtype=torch.float32, device=experts.device)
         past[:, :seen] = chosen(recent, count)
         rows = self.affinity[layer - 1][experts[:, layer - 1].long()].mean(1)
         parts = [past.flatten(1), self.popularity[layer].expand(tokens, count), rows]

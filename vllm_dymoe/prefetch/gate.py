@@ -96,7 +96,7 @@ class Gate:
         """
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:
-            experts = torch.full((len(self.local) + 1,), -1, device=ids.device)
+            experts = torch.full((len(self.local) + 1,), -1, dtype=torch.int64, device=ids.device)
             for expert, here in enumerate(self.local):
                 experts[here] = expert if here >= 0 else -1
             ids = experts[ids]

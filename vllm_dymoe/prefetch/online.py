@@ -83,7 +83,8 @@ class OnlineTraining:
         self._x, self._experts, self._filled = self._steps_x.clone(), self._steps_experts.clone(), 0
         self._counts = torch.zeros(layers, sizes.num_experts, dtype=torch.float32, device=device)
         self._judged = torch.zeros(3, 2, layers - 1, dtype=torch.int64, device=device)
-        self._rates = torch.full((2, 2, layers - 1), torch.nan)  # of network and gate, when they were adopted
+        # Rates of network and gate, when they were adopted.
+        self._rates = torch.full((2, 2, layers - 1), torch.nan, dtype=torch.float32)
         self._weights = torch.zeros(layers, sizes.num_experts, hidden, dtype=dtype, device=device)
         corrected = any(gate.correction is not None for gate in gates)
         scoring = gates[0].scoring if corrected else None
@@ -174,7 +175,7 @@ class OnlineTraining:
         assert self._gates is not None
         x, experts, better = self._x[:, : self._filled], self._experts[:, : self._filled], False
         self._filled = 0
-        ones = torch.ones((), device=self._device).expand(experts.shape).flatten(1)
+        ones = torch.ones((), dtype=torch.float32, device=self._device).expand(experts.shape).flatten(1)
         self._counts.scatter_add_(1, experts.flatten(1).long().clamp(0, self.sizes.num_experts - 1), ones)
         if self._judging:
             self._judge(x, experts, gates)

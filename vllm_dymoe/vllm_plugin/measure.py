@@ -183,7 +183,7 @@ def fill(server: ExpertServer) -> None:
     fmt = next(iter(experts.formats.values()))
     x = torch.zeros(experts.num_experts, fmt.hidden, dtype=fmt.dtype, device=server.device)
     ids = (torch.arange(experts.num_experts)[:, None] + torch.arange(top_k)) % experts.num_experts
-    weights = torch.full(ids.shape, 1 / top_k, device=server.device)
+    weights = torch.full(ids.shape, 1 / top_k, dtype=torch.float32, device=server.device)
     with server.host_planned.unobserved():
         for layer in range(len(experts.layers)):
             server.host_planned.forward(Routing(layer, len(experts.layers), x, ids.int().to(server.device), weights))

@@ -431,9 +431,9 @@ def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
     for expert in range(first, experts.num_experts):
         for projection in experts.projections:
             form = fmt.matrices[projection]
-            packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns))
+            packer.put(layer, expert, projection, torch.zeros(form.rows, form.columns, dtype=fmt.dtype))
             if fmt.bias:
-                packer.put_bias(layer, expert, projection, torch.zeros(form.rows))
+                packer.put_bias(layer, expert, projection, torch.zeros(form.rows, dtype=fmt.dtype))
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:

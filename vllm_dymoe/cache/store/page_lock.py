@@ -46,7 +46,7 @@ class CudaPageLock:
     def _clear_error(self) -> None:
         """Clear CUDA's error with a launch of our own, because the next launch would report it again."""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self._device)
+            torch.ones(1, dtype=torch.float32, device=self._device)
 
 
 def node_of(pci_address: str) -> int | None:

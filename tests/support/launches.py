@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
+from vllm_dymoe.prefetch import on_device
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -45,8 +46,12 @@ def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | 
     return launched
 
 
-def decode_as_launches(put: Callable[[type, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
+def decode_as_launches(put: Callable[[Any, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
     """Replace parts of the small-batch path's plain twin by launches, with ``setattr`` or a similar function."""
     put(PlainKernels, "forward", as_launch(PlainKernels.forward, capturing))
+    put(PlainKernels, "copy_predicted", as_launch(PlainKernels.copy_predicted, capturing))
+    for name in ("list_predicted", "judge_predicted"):
+        put(PlainKernels, name, staticmethod(as_launch(getattr(PlainKernels, name), capturing)))
+    put(on_device, "name_experts", as_launch(on_device.name_experts, capturing))
     for name in ("plan", "copy", "compute", "finish"):
         put(PlainLargeBatch, name, as_launch(getattr(PlainLargeBatch, name), capturing))

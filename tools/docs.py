@@ -23,7 +23,7 @@ from vllm_dymoe.vllm_plugin import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
 from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "gpu" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECORD = ROOT / "tests" / "e2e" / "models.json"
 FAMILIES = ROOT / "tests" / "e2e" / "families.json"
 FORMATS = {
@@ -32,6 +32,7 @@ FORMATS = {
 }  # fmt: skip
 """By the first word of a kind."""
 PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
+ON_DEVICE = ROOT / "benchmarks" / "gpu" / "policies.json"
 STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
@@ -187,8 +188,21 @@ def starts() -> str:
     return table(["machine", "model", "policy", "the rest", "tokens/s", "x best"], rows)
 
 
+def on_device() -> str:
+    """Return what the host does for a layer that the device plans, by policy and kind of step."""
+    cells: dict[str, list[str]] = {}
+    rows = [row for row in json.loads(ON_DEVICE.read_text()) if "because" not in row]
+    for row in rows:
+        if row["waits"] or not row["bits"]:
+            raise ValueError(f"{row} is not what the page says: no waits, and equal bits")
+        cells.setdefault(row["policy"], []).append(f"{row['launches']}, {row['host_us']:.0f} us")
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    return table(["policy", *steps], ([f"`{name}`", *found] for name, found in cells.items()))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
+    "on-device": on_device,
     "methods": methods,
     "models": models,
     "families": families,

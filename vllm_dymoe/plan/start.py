@@ -385,7 +385,7 @@ def _reasons(
     said = "as you said" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
     yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
-    many = f"{planner.requests} of them" if planner.requests > 1 else "one of them"
+    many = f"{planner.requests} such contexts" if planner.requests > 1 else "one such context"
     yield "KV cache", setup.kv_cache_dtype, f"{cache} at least, for {many}"
     chunk = (
         f"as long as the link takes, {size(max(0, everything - choice.limit))}" if planned.chunk else "vLLM's choice"

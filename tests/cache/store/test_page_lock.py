@@ -79,7 +79,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "device", torch.device)  # which can be used as a context manager, too
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
         real = torch.ones
-        monkeypatch.setattr(torch, "ones", lambda *shape, device: self.calls.append(("launch",)) or real(*shape))
+        monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: self.calls.append(("launch",)) or real(*shape))
         self.lock = CudaPageLock(torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
+from vllm_dymoe.cache.host_copy import HostCopy
 from vllm_dymoe.cache.slots import SlotPool
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import Reason, TransferStats
@@ -127,9 +128,7 @@ class DeviceCounts:
         self._uses = torch.zeros(3 * self._bins, dtype=torch.int64, device=device)
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
         self._row = torch.arange(table.ring_ids.shape[2], device=device).view(1, -1, 1)
-        pinned = device.type == "cuda"
-        self._on_host = torch.zeros(3 * self._bins, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._event = torch.cuda.Event() if pinned else None
+        self._on_host = HostCopy(self._uses)
 
     def add(self) -> None:
         """Count the layers that ran as small batches since the last time, or will run on the computing stream."""
@@ -156,20 +155,18 @@ class DeviceCounts:
 
     def ask(self) -> None:
         """Start to copy the counts to the host, and count from zero from the next step on."""
-        self._on_host.copy_(self._uses, non_blocking=True)
+        self._on_host.ask(self._uses)
         self._uses.zero_()
-        if self._event is not None:
-            self._event.record()
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._on_host.ready
 
     def take(self) -> NDArray[np.int64]:
         """Return the counts up to the last ``ask``: int64 [3, layers, experts].
 
         These are choices of low, choices of high, and squared gates.
         """
-        counts = self._on_host.numpy().copy().reshape(3, self._bins)[:, :-1]
+        counts = self._on_host.take().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
 
 
@@ -183,23 +180,24 @@ class DeviceWaits:
     """
 
     def __init__(self, table: Table, seconds: Mapping[int, float]) -> None:
-        self._table, self._pinned, self._waited = table, table.counters.device.type == "cuda", 0.0
+        self._table, self._waited = table, 0.0
         self._seconds = [seconds.get(code, 0.0) for code in (HIGH, LOW)]
         self._seen, self._told = [0, 0], [-1, -1]
-        self._on_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
-        self._event = torch.cuda.Event() if self._pinned else None
+        self._on_host = HostCopy(self._fetched)
+
+    @property
+    def _fetched(self) -> Tensor:
+        """int64 [2], versions and slices that steps have fetched, high and low."""
+        return self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
 
     def seconds(self) -> float:
         """Return the seconds so far, as far as they are known, and ask for what has come since."""
-        if self._event is None or self._event.query():
-            before, self._seen = self._seen, self._on_host.tolist()
+        if self._on_host.ready:
+            before, self._seen = self._seen, self._on_host.take().tolist()
             # Where statistics were taken meanwhile, counters have begun anew.
             news = [now - last if now >= last else now for now, last in zip(self._seen, before, strict=True)]
             self._waited += sum(count * each for count, each in zip(news, self._seconds, strict=True))
-            fetched = self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
-            self._on_host.copy_(fetched, non_blocking=True)
-            if self._event is not None:
-                self._event.record()
+            self._on_host.ask(self._fetched)
         return self._waited
 
     def follow(self, thresholds: Sequence[NDArray[np.int64]]) -> None:

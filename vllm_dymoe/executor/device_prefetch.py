@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vllm_dymoe.cache.host_copy import HostCopy
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.planner.prefetch import PrefetchList, prefetch_slots, set_prefetch
-from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.on_device import DevicePredictor
 from vllm_dymoe.prefetch.pace import StepPace
@@ -38,29 +38,6 @@ class PrefetchKernel(Protocol):
     def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
         """Enqueue the copies; those not made before ``layer`` is planned are cancelled."""
         ...
-
-
-class Reading:
-    """A tensor of a device as the host reads it between steps, without waiting for the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        pinned = tensor.device.type == "cuda"
-        self._tensor, self._event = tensor, torch.cuda.Event() if pinned else None
-        self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-
-    def ask(self) -> None:
-        """Send the values to the host, as they will be after all steps that have been enqueued."""
-        self._on_host.copy_(self._tensor, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-
-    @property
-    def ready(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def take(self) -> Ints:
-        """Return the values that were asked for and are ready."""
-        return self._on_host.numpy().copy()
 
 
 class DevicePrefetch:
@@ -88,7 +65,7 @@ class DevicePrefetch:
         self._list_made: Any = None  # mark after that list
         self._predicted: Any = None  # mark after the predictions of the running layer
         self._all_made: Any = None  # mark after everything so far
-        self._counts, self._known = Reading(listed.counts), listed.counts.cpu().numpy().copy()
+        self._counts, self._known = HostCopy(listed.counts), listed.counts.cpu().numpy().copy()
         self._steps = self._asked_after = 0  # decode steps since the last reading; those that a reading is about
         self.has_slots, self._acts = any(map(prefetch_slots, staging.values())), False
         self._act(acts=True)
@@ -120,7 +97,7 @@ class DevicePrefetch:
                 self._predictor.learn(counts - self._known, self._asked_after)
                 self._known, self._asked_after = counts, 0
         elif self._steps >= most:
-            self._counts.ask()
+            self._counts.ask(self._listed.counts)
             self._asked_after, self._steps = self._steps, 0
         self._steps += 1
 

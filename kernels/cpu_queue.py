@@ -102,6 +102,17 @@ class QueueMemory:
         ))  # fmt: skip
 
 
+def _next_entry(queue: QueueMemory, turn: Tensor, layer: int, tokens: int, calls: int) -> Entry | None:
+    """Begin the next entry for so many calls, and update ``turn`` as :func:`post_plain` says; None without calls."""
+    turn[1] = 0
+    if not calls:
+        return None
+    turn[:2] = number = int(turn[0]) + 1
+    entry = queue.entry(number)
+    entry.header[:4] = torch.tensor([number, layer, tokens, calls])
+    return entry
+
+
 def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
     """Post the experts that a layer's plan leaves to the CPU, with x [tokens, hidden] and ids int [tokens, top_k].
 
@@ -109,19 +120,14 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
     and the address of the ring.
     """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
-    turn[1] = 0
-    if not len(on_cpu):
+    if (entry := _next_entry(queue, turn, layer, len(x), len(on_cpu))) is None:
         return
-    number = int(turn[0]) + 1
-    turn[:2] = number
-    entry = queue.entry(number)
-    entry.header[:4] = torch.tensor([number, layer, len(x), len(on_cpu)])
     calls = entry.calls[: len(on_cpu)]
     calls[:, 0], calls[:, 1] = plan.experts[on_cpu], plan.bits[on_cpu, 1]
     calls[:, 2:5] = plan.addresses[0, on_cpu]
     calls[:, 5:] = plan.addresses[-1, on_cpu] if len(plan.addresses) > 1 else 0
     entry.ids[: len(ids)], entry.x[: len(x)] = ids, x
-    native_library().post(queue.address, number)
+    native_library().post(queue.address, int(turn[0]))
 
 
 def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
@@ -152,17 +158,12 @@ def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> 
     """Post the experts of a layer's plan that have to come from the store; ``turn`` is as for :func:`post_plain`."""
     needs = (plan.action == Action.ADMIT) | (plan.action == Action.STREAM)
     asked = needs[:, : int(plan.count)].any(0).nonzero().flatten()
-    turn[1] = 0
-    if not len(asked):
+    if (entry := _next_entry(queue, turn, layer, 0, len(asked))) is None:
         return
-    number = int(turn[0]) + 1
-    turn[:2] = number
-    entry = queue.entry(number)
-    entry.header[:4] = torch.tensor([number, layer, 0, len(asked)])
     calls = entry.calls[: len(asked)]
     calls[:, Ask.EXPERT], calls[:, Ask.CODE] = plan.experts[asked], plan.precisions[asked]
     calls[:, Ask.NEEDS], calls[:, Ask.NEEDS + 1] = needs[0, asked], needs[-1, asked] if len(needs) > 1 else 0
-    native_library().post(queue.address, number)
+    native_library().post(queue.address, int(turn[0]))
 
 
 def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan: LayerPlan) -> None:

@@ -34,7 +34,7 @@ def unreadable(store: HostStore) -> str:
     """
     if store.readable or native.load() is not None:
         return ""
-    return "the host answers a device with the native library only, which was not built here"
+    return "experts from disk reach device-planned steps through the native library, which was not built here"
 
 
 class DiskQueue:

@@ -13,7 +13,7 @@ from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.data_parallel import GatheredOnDevice
-from vllm_dymoe.vllm_plugin.expert_ids import own_ids
+from vllm_dymoe.vllm_plugin.expert_ids import all_experts, own_ids
 from vllm_dymoe.vllm_plugin.observers import Observation, Observer
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
@@ -47,7 +47,7 @@ class DecodeSteps:
         """Run a layer: x [rows, hidden] to [rows, hidden], with experts of all ranks; warm-up runs have no tokens."""
         step, path = self._step, self.path
         if layer.expert_map is not None:
-            self._experts = len(layer.expert_map) - 3
+            self._experts = all_experts(layer.expert_map)
         if layer.meets:
             self._meets = True
             if not capturing:

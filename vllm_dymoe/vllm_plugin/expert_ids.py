@@ -8,6 +8,11 @@ def bounded_map(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat((numbers, numbers.new_tensor([len(numbers), -2, -1])))
 
 
+def all_experts(numbers: torch.Tensor) -> int:
+    """Return the number of experts of all ranks, given a :func:`bounded_map`."""
+    return len(numbers) - 3
+
+
 def own_ids(numbers: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
     """Return this rank's numbers of experts in the shape of ids, int; -1 for other ranks' experts and for padding.
 
@@ -18,4 +23,4 @@ def own_ids(numbers: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
         numbers: of a :func:`bounded_map`; None where the rank has all experts.
         ids: int [rows, top_k], as the router gives them; -1 for padding.
     """
-    return ids if numbers is None else numbers[ids.clamp(-2, len(numbers) - 3).long()]
+    return ids if numbers is None else numbers[ids.clamp(-2, all_experts(numbers)).long()]

@@ -13,7 +13,7 @@ from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.data_parallel import Gathered, own_tokens
 from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
-from vllm_dymoe.vllm_plugin.expert_ids import own_ids
+from vllm_dymoe.vllm_plugin.expert_ids import all_experts, own_ids
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
 from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
@@ -114,7 +114,7 @@ class RankServer:
                         observer.see(routing)
         except (TransferError, RoutingError) as error:
             if isinstance(error, RoutingError) and layer.expert_map is not None:  # which has bounded the id
-                experts = len(layer.expert_map) - 3
+                experts = all_experts(layer.expert_map)
                 error = RoutingError(error.layer, error.expert, experts, bounded=True)
             self._failed(error)
             out = torch.zeros_like(x)

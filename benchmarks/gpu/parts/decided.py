@@ -1,14 +1,19 @@
 """Device-planned steps of a stack: small or large batches, launched or as one graph."""
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from experts import captured
+from layers import Machine, work_of
 from torch import Tensor
 
 from parts.stack import Seen, Stack, normalized
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.server.stats import ServerStats
 
 
 def server_of(
@@ -57,3 +62,23 @@ class DevicePlannedSteps:
                 out = self._path.forward(layer, x, weights, ids, Activation.SILU)
             self._seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)
+
+    def measure(
+        self, machine: Machine, inputs: Sequence[Tensor], bits: int, *, ahead: bool = False
+    ) -> tuple[float, float, ServerStats]:  # fmt: skip
+        """Run steps; return the seconds of a layer, their bound, and the server's statistics of these steps.
+
+        The bound is memory's and the link's, for misses; with ``ahead`` also for what prefetch has brought in time.
+        """
+        torch.cuda.synchronize()
+        self._server.reset_stats()
+        begin = time.perf_counter()
+        for x in inputs:
+            seen = self.step(x)
+        torch.cuda.synchronize()
+        layers = len(inputs) * self._stack.model.layers
+        measured, stats = (time.perf_counter() - begin) / layers, self._server.stats()
+        fetched = stats.misses + (stats.prefetches["useful"] if ahead else 0)
+        link = fetched * self._server.experts.formats[bits].nbytes / layers / machine.host_bytes_per_second
+        on_card = work_of(self._stack.model, seen[0].ids.tolist(), (bits,)).seconds(machine)
+        return measured, max(on_card, link), stats

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from kernel_speeds import compile_layer, measure_layer, measure_machine
 from launched import ON_TENSOR_CORES, SHARED, TOLERANCE, Launch, ran
-from layers import LAYERS, Machine, Model, work_of
+from layers import LAYERS, Machine, Model
 from record import Recorder
 from torch import Tensor
 
@@ -149,16 +149,7 @@ def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: 
         inputs = [stack.inputs(1, seed) for seed in range(STEPS_MEASURED)]
         for x in inputs[: STEPS_MEASURED // 2]:
             replayed.step(x)
-        torch.cuda.synchronize()
-        server.reset_stats()
-        begin = time.perf_counter()
-        for x in inputs:
-            seen = replayed.step(x)
-        torch.cuda.synchronize()
-        measured = (time.perf_counter() - begin) / len(inputs) / MODEL.layers
-        missed = server.stats().misses * server.experts.formats[4].nbytes / len(inputs) / MODEL.layers
-        on_card = work_of(MODEL, seen[0].ids.tolist(), (4,)).seconds(machine)
-        bound = max(on_card, missed / machine.host_bytes_per_second)
+        measured, bound, _ = replayed.measure(machine, inputs, 4)
         name = f"a decode layer at {budget}, {decode.name.lower()}"
         record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured)
         server.close(keep_store=True)

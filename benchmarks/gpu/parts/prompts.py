@@ -88,17 +88,7 @@ def _measure_policy(
     inputs = [stack.inputs(1, seed) for seed in range(DECODE_STEPS)]
     for x in inputs[: DECODE_STEPS // 3]:
         steps.step(x)
-    torch.cuda.synchronize()
-    server.reset_stats()
-    begin = time.perf_counter()
-    for x in inputs:
-        seen = steps.step(x)
-    torch.cuda.synchronize()
-    count = DECODE_STEPS * MODEL.layers
-    measured, stats = (time.perf_counter() - begin) / count, server.stats()
-    fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes / count
-    on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
-    bound = max(on_card, fetched / machine.host_bytes_per_second)
+    measured, bound, stats = steps.measure(machine, inputs, BITS, ahead=True)
     remark = f"{stats.hit_rate:.0%} hits, {stats.prefetches}"
     record.speed(
         f"decode with {name} at {budget}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark

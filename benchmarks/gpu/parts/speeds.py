@@ -122,17 +122,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
             for seed in range(1 if large else WARM):
                 replayed.step(stack.inputs(tokens, steps + seed))
             inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
-            torch.cuda.synchronize()
-            server.reset_stats()
-            begin = time.perf_counter()
-            for x in inputs:
-                seen = replayed.step(x)
-            torch.cuda.synchronize()
-            measured = (time.perf_counter() - begin) / steps / MODEL.layers
-            stats = server.stats()
-            on_card = work_of(MODEL, seen[0].ids.tolist(), (BITS,)).seconds(machine)
-            missed = stats.misses * server.experts.formats[BITS].nbytes / steps / MODEL.layers
-            bound = max(on_card, missed / machine.host_bytes_per_second)
+            measured, bound, stats = replayed.measure(machine, inputs, BITS)
             remark = f"{stats.hit_rate:.0%} hits, {stats.cpu_executed} computed by the CPU, {stats.prefetches}"
             record.speed(f"{name}, a layer", "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
             server.close(keep_store=True)

@@ -64,7 +64,7 @@ class CpuKernel:
             raise ValueError(
                 "activations of 8 bits need the native library; with a C++ compiler install vllm-dymoe again"
             )
-        self._layer = native.Layer(digits=activations // 8)
+        self._layer = native.Layer()
         self._kept: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None  # the step's tokens as integers; None before its first experts
         self._forms = Forms()
@@ -98,11 +98,11 @@ class CpuKernel:
         if not items:
             return
         forms, layer, library, bounds = self._forms, self._layer, self.library, plan.bounds
-        read_as = forms.width, forms.floats
+        read_as = forms.read_as
         fields = self._fields(items)
         floats = library.row_floats(forms.width)
         phase = native.GATE_UP
-        if self._inputs is None or (forms.width, forms.floats) != read_as:
+        if self._inputs is None or forms.read_as != read_as:
             phase = self._prepare(floats)
         first, last = bounds[min(items)], bounds[max(items) + 1]
         products = 3 * (last - first) * layer.hidden * layer.inter
@@ -161,6 +161,7 @@ class CpuKernel:
         layer.inputs, self._inputs = self._room("inputs", 0, floats * layer.tokens)
         native.set_activation(layer, activation)
         layer.floats, layer.inter = self._forms.floats, self._forms.intermediate
+        layer.digits = self.activations // 8 if self._forms.integers else 0
         layer.dtype, layer.width = x.dtype is torch.float16, self._forms.width
         layer.positions, layer.out_rows = rows.shape[0], out.shape[0]
         layer.outer, layer.inner = self._forms.rotations
@@ -174,12 +175,17 @@ class Forms:
 
     width = 0  # columns of the widest matrix, rounded up to the padding of rows
     intermediate, rotations = 0, (0, 0)  # of the last one; adjacent inputs that are rotated together
-    floats = False  # whether some are multiplied as floats
+    floats = integers = False  # whether some experts are multiplied as floats, and some as integers
 
     def __init__(self) -> None:
         self._matrices = (native.Matrix * 0)()
         # By identity: hashing a format costs more than computing an expert.
         self.known: dict[int, tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]] = {}
+
+    @property
+    def read_as(self) -> tuple[int, bool, bool]:
+        """What the rows that experts read have to hold: inputs that were read as less are read again."""
+        return self.width, self.floats, self.integers
 
     @property
     def address(self) -> int:
@@ -196,7 +202,8 @@ class Forms:
         check_formats(gate, up, down, x, activation)
         described = [native.matrix(format) for format in (gate, up, down)]
         number = len(self._matrices) // 3
-        self.floats |= any(matrix.code in native.FLOATS for matrix in described)
+        floats = [matrix.code in native.FLOATS for matrix in described]
+        self.floats, self.integers = self.floats or any(floats), self.integers or not all(floats)
         self._matrices = (native.Matrix * (3 * number + 3))(*self._matrices, *described)
         columns = max(format.padded_columns for format in (gate, up, down))
         self.width = max(self.width, -(-max(columns, up.rows) // 256) * 256)

@@ -205,7 +205,8 @@ class CpuQueue:
         layer.inter, layer.width, layer.matrices = fmt.matrices[1].rows, forms.width, forms.address
         layer.inputs, layer.activations = (scratch.data_ptr() for scratch in inputs)
         layer.floats, (layer.outer, layer.inner) = forms.floats, (fmt.matrices[n].rotation for n in (1, 2))
-        layer.dtype, layer.digits, layer.threads = shape.dtype is torch.float16, self.activations // 8, self.threads
+        layer.dtype, layer.threads = shape.dtype is torch.float16, self.threads
+        layer.digits = self.activations // 8 if forms.integers else 0
         self._library.answer(queue.address, layer, known, shape.tokens, self._spin_ns)
 
     def _watch(self) -> None:

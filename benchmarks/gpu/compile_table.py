@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed packag
 import triton
 from flow import digests
 from launched import plain_launches, tensor_core_launches, wrong_numbers
-from machine_code import compile_variant, compiled_ptx
+from machine_code import compile_variant, compiled_ptx, product_loops
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
 HERE = Path(__file__).parent
@@ -61,7 +61,14 @@ def problems(row: dict) -> list[str]:
         found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than available")
     if grouped and not row["tensor_cores"]:
         found.append(f"{name} has no tensor-core instructions")
-    if on_tensor_cores:
+    if row["kernel"].startswith("mma_grouped"):
+        if not {(products, count) for products, count in row["loops"] if products == PRODUCTS[row["precisions"]]}:
+            found.append(f"{name} has no loop over tiles of 64 positions")
+        if row["barriers_in_loops"] > GROUPED_BARRIERS:
+            found.append(f"{name} has {row['barriers_in_loops']} barriers in its loop")
+        if row["instructions"] > GROUPED_INSTRUCTIONS[row["precisions"]]:
+            found.append(f"{name} has {row['instructions']} instructions in its loop, more than expected")
+    elif on_tensor_cores:
         limit = INSTRUCTIONS[16 if "16 tokens" in row["note"] else 8][row["precisions"]]
         if "mma" not in row["tensor_cores"] or row["barriers_in_loops"]:
             found.append(f"{name} has no tensor-core instructions in its loop, or exchanges data between threads")
@@ -92,6 +99,8 @@ def compile_row(variant: Variant) -> dict:
     """Return one row of the table."""
     named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
     row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
+    if variant.kernel.startswith("mma_grouped"):  # for each number of positions of a tile
+        row["loops"] = product_loops(variant)
     return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
 
 

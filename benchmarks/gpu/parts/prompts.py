@@ -15,7 +15,7 @@ from parts.decided import DevicePlannedSteps, server_of
 from parts.speeds import OfAllLayers
 from parts.stack import Stack, pinned_store
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.kernels import Decode
+from vllm_dymoe.kernels import Decode, Grouped
 from vllm_dymoe.policies.base import Policy
 from vllm_dymoe.policies.duoserve import DuoServe
 from vllm_dymoe.policies.exact import Exact
@@ -52,7 +52,8 @@ def _measure_large(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, tokens: int, budget: str
 ) -> None:
     """Time until a step is enqueued, and time until it has ended, beside what link or card need for it."""
-    server = server_of(stack, store, BITS, budget, OfAllLayers, decode=Decode.TENSOR_CORES)
+    ways = {"decode": Decode.TENSOR_CORES, "grouped": Grouped.IN_REGISTERS}
+    server = server_of(stack, store, BITS, budget, OfAllLayers, **ways)
     steps = DevicePlannedSteps(stack, server, tokens, launched=True, large=True)
     inputs = [stack.inputs(tokens, seed) for seed in range(LARGE_STEPS)]
     steps.step(inputs[0])

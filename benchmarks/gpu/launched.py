@@ -244,11 +244,18 @@ def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
         yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
 
 
+def large_batch_launches() -> Iterator[tuple[int, Launch]]:
+    """Architectures and launches of large batches with weights in registers, on a tile of 64 positions and one of 8."""
+    for architecture in (80, 89, MAIN, 120):
+        yield architecture, Launch(NESTED[4], 70, grouped=True, sizes=(136, 72))
+
+
 def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:
     """Sentences about launches whose outputs are not what they should be."""
     found = []
     for architecture, launch in chosen:
         if not (error := ran(launch, Host(architecture)).error) < TOLERANCE:
-            how = f"on tensor cores of sm_{architecture}" if launch.tensor_cores else "without tensor cores"
+            on_card = launch.tensor_cores or launch.grouped
+            how = f"on tensor cores of sm_{architecture}" if on_card else "without tensor cores"
             found.append(f"{launch.encoding.name}: {launch.tokens} tokens {how} have a relative error of {error:.2g}")
     return found

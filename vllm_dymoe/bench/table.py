@@ -27,7 +27,10 @@ class Bounds:
 
 
 def bits_of(row: Row) -> int:
-    """Return the bits of the high precision; a peer computes at 16 bits unless it says otherwise."""
+    """Return the bits of the high precision.
+
+    A peer computes at 16 bits unless it says otherwise.
+    """
     return int((row["options"] or {"high": 16}).get("high", 4))
 
 

@@ -34,9 +34,9 @@ Architecture = Annotated[
 
 
 class Commands(TyperGroup):
-    """Commands that print errors of this package as a sentence on stderr and exit with 1.
+    """Commands that print errors of this package as a sentence.
 
-    Other errors keep their traceback.
+    They print it on stderr and exit with 1. Other errors keep their traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:

@@ -18,9 +18,11 @@ class Curve(Enum):
 
     L, a and b are an Activation's limit, alpha and beta.
 
-    SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L). SWIGLU_STEP: min(silu(g), L) *
-    clamp(u, -L, L), used by Step-3.5. SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), used by Kimi-K3; without a
-    limit u is not clamped. GELU, GELU_TANH: gelu(g) * u, exact and with the tanh approximation. RELU2: relu(g)^2 * u.
+    - SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L).
+    - SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), used by Step-3.5.
+    - SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), used by Kimi-K3; without a limit u is not clamped.
+    - GELU, GELU_TANH: gelu(g) * u, exact and with the tanh approximation.
+    - RELU2: relu(g)^2 * u.
     """
 
     SWIGLU = "swiglu"

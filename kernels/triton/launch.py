@@ -171,12 +171,12 @@ class ExpertTable:
 def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
     """Return the fastest way to decode experts on a card.
 
+    ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. Launches depend on each other from
+    Hopper on.
+
     Args:
         precisions: bit-widths, or codebooks' tags, of the experts.
         architecture: compute capability times ten.
-
-    ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. Launches depend on each other from
-    Hopper on.
     """
     if architecture < 80 or 16 in precisions:
         return Decode.PLAIN

@@ -642,11 +642,11 @@ def _arrived(
 ):
     """Return what was fetched ahead of a slice of each expert.
 
-    Returns:
-        slot, version and number of projections.
-
     Args:
         scratch: int32 [WIDTH].
+
+    Returns:
+        slot, version and number of projections.
     """
     at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + expert
     slot = tl.load(at, mask=known, other=-1)

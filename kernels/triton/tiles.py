@@ -97,7 +97,7 @@ class Tiles:
         """Return these sizes for decode on tensor cores.
 
         Args:
-            tokens: most tokens of an expert; with more, the sizes are for 16.
+            tokens: most tokens of an expert; up to 8 the sizes are for 8 tokens, otherwise for 16.
         """
         most = 8 if tokens <= 8 else 16
         # Left alone, gate and up of 16 tokens take 249 registers, so that two programs share a processor and not three.

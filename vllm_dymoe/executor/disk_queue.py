@@ -96,7 +96,7 @@ class DiskQueue:
     def release(self) -> None:
         """Give back the host memory that the last layer was lent.
 
-        Called between two steps, when both have ended on the device.
+        Called between two steps, once the device has finished.
         """
         with self._lock:
             self._lent.close()

@@ -191,7 +191,7 @@ class SmallBatches:
         """Set how many rows are tokens in what is launched or replayed next.
 
         Args:
-            rows: number of tokens, or the most that any layer has; 0 for a step without requests.
+            rows: number of tokens, 0 for a step without requests. All rows of a layer that has fewer are tokens.
         """
         if rows != self._told:
             memory, self._told = self.memory, rows

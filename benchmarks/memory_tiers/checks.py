@@ -55,7 +55,10 @@ def rate(store: FileStore, seed: int) -> float:
 
 
 def check_seconds(store: FileStore) -> float:
-    """Return the seconds of a core to verify one expert, the median of experts that no cache holds."""
+    """Return the seconds of a core to verify one expert.
+
+    They are the median of experts that no cache holds.
+    """
     keys = list(all_keys(store.experts))[:64]
     held = [torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8) for _ in keys]
     for key, slot in zip(keys, held, strict=True):

@@ -50,7 +50,7 @@ def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
-    """Cells of each row by column."""
+    """Return the cells of each row by column."""
     return [cells(row) for row in numbers(rows, bounds)]
 
 

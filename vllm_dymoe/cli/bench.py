@@ -138,9 +138,9 @@ class Bench:
 
 
 def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
-    """Tokens per second by memory for experts.
+    """Return a chart of tokens per second by memory for experts.
 
-    One line per policy and batch, and a level for servers without such a budget.
+    It has one line per policy and batch, and a level for servers without such a budget.
     """
     panel = Panel(model, "memory for experts, MB", "tokens per second")
     batches = len({row["batch"] for row in found}) > 1

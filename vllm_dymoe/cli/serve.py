@@ -170,7 +170,7 @@ def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> 
 
 
 def describe(machine: Machine) -> tuple[str, str]:
-    """A machine in two cells."""
+    """Return the description of a machine in two cells."""
     gpus = machine.gpus
     link = f"link {gpus[0].link / 1e9:.1f} GB/s, " if gpus else ""
     disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f} GB/s"
@@ -203,7 +203,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _nested(names: Sequence[str], text: str) -> dict[str, Any]:
-    """What vLLM makes of ``--additional-config.dymoe.high 8``."""
+    """Return what vLLM makes of ``--additional-config.dymoe.high 8``."""
     try:
         value = json.loads(text)
     except ValueError:

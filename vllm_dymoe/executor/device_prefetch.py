@@ -49,7 +49,7 @@ class DevicePrefetch:
         rows: int32 [1], number of real tokens of a step.
         projections: how many projections of an expert are fetched, gate first.
         staging: number of staging slots of each precision in use.
-        layers: of the model; those behind them are a draft's, which run several times in a step.
+        layers: of the model; those after them are a draft's, which run several times in a step.
         pace: decides between steps whether the next one prefetches; None if all do.
 
     Attributes:

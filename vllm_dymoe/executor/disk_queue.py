@@ -44,7 +44,7 @@ class DiskQueue:
 
     Args:
         store: files, or host memory over them that has no room for everything. Slots that it keeps are lent; everything
-            else is read into memory that is here, of a layer's experts.
+            else is read into this object's own memory, which has room for a layer's experts.
         timeout: seconds that the reads of a layer may take; None for no limit.
         device: of the plans.
         lock: pins memory for the device; returns the reason why that failed, or None.

@@ -79,7 +79,7 @@ class LargeBatches:
 
     Args:
         top_k: experts of a token.
-        layers: of the model; those behind them are a draft's, which run several times in a step.
+        layers: of the model; those after them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.

@@ -47,7 +47,7 @@ _CHUNK_STEP, _LARGEST_CHUNK = 512, 8192  # tokens
 class ServeSettings:
     """The settings of ``vllm serve`` that determine the memory left for experts.
 
-    They have their names there.
+    Fields have the names of its options.
     """
 
     max_model_len: int = 8192
@@ -89,8 +89,6 @@ def predict(
 
     The batch is that of the routings; a prompt has so many tokens, computed in chunks. A few layers are simulated and
     stand for all. Of ranks that share out the experts the slowest counts.
-
-    A few layers are simulated and stand for all. Of ranks that share out the experts the slowest counts.
 
     Args:
         cached: bytes of KV cache that a decode step reads.

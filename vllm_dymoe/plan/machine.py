@@ -95,11 +95,11 @@ class Machine(BaseModel):
 
     @property
     def costs(self) -> Costs:
-        """Seconds of the host that come in addition to products and copies."""
+        """The host's time in addition to products and copies."""
         return Costs.measured() if self.gpus else Costs.on_cpu()
 
     def device(self) -> Device:
-        """Return the GPU, with what the host adds, or the CPU without one.
+        """Return the GPU with what the host adds; without a GPU, return the CPU.
 
         A CPU's experts are in its own memory.
         """
@@ -186,7 +186,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def measure(probe: Probe) -> Machine:
-    """Measure this machine, for a few seconds. It uses CUDA where there is a GPU."""
+    """Measure this machine, for a few seconds.
+
+    CUDA is used where there is a GPU.
+    """
     told = rates()
     kernel, experts = _kernel_rates(probe)
     cuda = torch.cuda.is_available()

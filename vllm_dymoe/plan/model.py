@@ -48,15 +48,15 @@ class ModelShape:
         return self.memory_of_dense(16)
 
     def memory_of_dense(self, bits: int) -> int:
-        """Bytes of everything but experts, with the option ``dense``."""
+        """Return the bytes of everything but experts, with the option ``dense``."""
         return self.dense_weights * ITEM - self._saved(bits)
 
     def read_of_dense(self, bits: int) -> int:
-        """Bytes of everything but experts that a step reads."""
+        """Return the bytes of everything but experts that a step reads."""
         return self.token_weights * ITEM - self._saved(bits)
 
     def _saved(self, bits: int) -> int:
-        """Bytes that ``dense`` saves.
+        """Return the bytes that ``dense`` saves.
 
         An output head that is also the embedding keeps its 16 bits.
         """

@@ -40,7 +40,7 @@ class Routings:
         self.trace = replace(trace, **own, router_inputs=None, next_gate=None, gates=None, fates=None)
 
     def spread(self, ranks: int) -> "Routings":
-        """The same for a rank of so many that share out the experts."""
+        """Return the same choices for so many ranks that share out the experts."""
         return Routings(self.trace, self.batch, ranks)
 
     @cached_property
@@ -61,7 +61,7 @@ class Routings:
         return found[:first], found[first:]
 
     def prompt(self, tokens: int) -> Step:
-        """A chunk of a prompt, of any tokens that the trace has."""
+        """Return a chunk of a prompt, made of any tokens that the trace has."""
         return Step(np.arange(tokens) % self.trace.num_tokens, Phase.PREFILL, (0,))
 
 

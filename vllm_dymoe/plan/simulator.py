@@ -48,7 +48,7 @@ _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a CPU; second
 
 
 def _sharing(formats: Mapping[int, ExpertFormat], options: Options, device: Device) -> Ints:
-    """What fetching and executing a miss cost, as ``Table.cpu_costs``."""
+    """Return the costs of fetching and executing a miss, as ``Table.cpu_costs``."""
     first = {fmt.encoding.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
     rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
     return sharing_costs({HIGH: formats.get(options.high), LOW: formats.get(options.low)}, rates, options.misses_rows)

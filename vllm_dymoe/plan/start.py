@@ -140,7 +140,10 @@ class Planner:
         )
 
     def _all_setups(self) -> Iterator[_Setup]:
-        """Every combination of what is open; those that cannot be served are left out."""
+        """Yield every combination of what is open.
+
+        Those that cannot be served are left out.
+        """
         asked, model, seen = self.asked.options, self.model, set[str]()
         dense = (16,) if model.quantized else (16, 8)
         kinds = ("auto", "fp8") if self.on_gpu and model.shape.kv_heads > 1 else ("auto",)
@@ -165,7 +168,7 @@ class Planner:
             yield _Setup(given, kind, options, self.shape.packed(tuple(options.stored_bits), options.group_size))
 
     def routings(self, batch: int) -> Routings:
-        """Made-up choices of the model's routers, for so many requests."""
+        """Return synthetic choices of the model's routers, for so many requests."""
         if batch not in self._routings:
             whole, ranks = self.model.shape, self.asked.ranks
             sizes = whole.experts, whole.top_k, whole.hidden
@@ -248,7 +251,7 @@ class Planner:
         return space
 
     def tried(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned | None:
-        """As ``plan``; None if it does not fit."""
+        """Return the result of :meth:`plan`; None if the candidate does not fit."""
         key = id(setup.options), setup.kv_cache_dtype, length, requests, cached
         if key not in self._planned:
             try:
@@ -278,8 +281,8 @@ class Planner:
     def candidates(self, *, all_of_them: bool = False) -> list[tuple[_Setup, int, Planned]]:
         """Return candidates that fit, with the context that each was planned for.
 
-        Policies and precisions are planned as they are first. Only for those that are nearly as fast as the fastest
-        everything else is tried, unless ``all_of_them`` are asked for.
+        First one candidate of each policy and precision is planned. Everything else that is open is tried only for
+        those that are nearly as fast as the fastest, unless ``all_of_them`` are asked for.
 
         Raises:
             ConfigError: no candidate fits.
@@ -314,12 +317,12 @@ class Planner:
         return found
 
     def good(self, setup: _Setup, choice: Choice) -> bool:
-        """Whether its precision is good enough, or not ours to choose."""
+        """Return whether a precision is good enough, or not ours to choose."""
         told = {**self.model.fixed, **self.asked.options}.keys()
         return bool(told & {"high", "low", "quantizer"}) or (choice.agreement or 0) >= GOOD_ENOUGH
 
     def chosen(self) -> tuple[_Setup, int, Planned]:
-        """The best candidate: see the module."""
+        """Return the best candidate; the module says which that is."""
         found = [one for one in self.candidates() if self.good(one[0], one[2].choice)]
         if not found:
             raise ConfigError("nothing whose answers are good enough fits; lower --max-model-len or --max-num-seqs.")

@@ -151,8 +151,8 @@ class ExpertServer:
     Args:
         agree: exchanges values with ranks that have other parts of the same experts, for policies that move versions.
         around: MoE layers of a pipeline before this stage and after it.
-        predictor: predicts experts, or what makes it if anyone asks; it is told whether the device asks, whose captured
-            graphs cannot be given another one.
+        predictor: predicts experts, or a function that makes the predictor when one is needed. The function is told
+            whether the device asks, because captured graphs cannot be given another predictor.
         rates: file that stores the rates of link and CPU; None to measure them every time.
         on_late: called with a message if the CPU has not answered the device in time.
         training_bytes: device memory for training a predictor, part of the budget.
@@ -298,9 +298,9 @@ class ExpertServer:
 
     @property
     def ranks_add_up(self) -> bool:
-        """Whether other ranks have parts of the same experts and affect precisions.
+        """Whether precisions depend on the traffic of several ranks.
 
-        They do if precisions depend on the traffic of all these ranks.
+        These ranks have parts of the same experts.
         """
         return self._agree is not list and len(self.policy.precision.precisions) > 1
 

@@ -222,7 +222,7 @@ def _run(
 
 
 def _options(options: Options, *, device_plans: bool) -> Options:
-    """Return options of which only transfers delay a step.
+    """Return options under which only transfers delay a step.
 
     Every expert has one precision.
     """

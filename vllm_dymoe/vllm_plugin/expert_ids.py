@@ -4,11 +4,12 @@ import torch
 
 
 def bounded_map(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the map that :func:`own_ids` reads.
+    """Return a rank's numbers of experts, with those of other ids appended.
+
+    :func:`own_ids` reads the result.
 
     Args:
-        numbers: int [experts], this rank's numbers of all experts. Appended is what :func:`own_ids` makes of other
-            ids.
+        numbers: int [experts], this rank's numbers of all experts.
     """
     return torch.cat((numbers, numbers.new_tensor([len(numbers), -2, -1])))
 

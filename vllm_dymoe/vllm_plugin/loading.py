@@ -127,7 +127,7 @@ class Loading:
 
         Raises:
             StoreError: the checkpoint lacks an expert, or the store cannot be written.
-            ConfigError: for the budget.
+            ConfigError: the budget is not feasible.
         """
         store, layer = self.place(position)
         complete = store.layer_loaded(layer)

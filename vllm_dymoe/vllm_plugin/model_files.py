@@ -147,7 +147,7 @@ def replicated(parallel: ParallelConfig) -> bool:
 def replicas_of_machine(parallel: ParallelConfig) -> int:
     """Return the number of ranks on this machine that store the same experts.
 
-    It is what vLLM says, as far as that is known.
+    It is as many as vLLM knows of.
     """
     if parallel.enable_eplb:
         return ranks_of_machine(parallel)

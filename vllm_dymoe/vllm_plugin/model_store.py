@@ -333,7 +333,7 @@ class ModelStore:
         else:
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
-            # What an earlier start has begun goes on, where files prove that it was of the same weights.
+            # An interrupted start is continued if files prove that it was of the same weights.
             resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
             given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
             if removed := clean(given_up):

@@ -72,7 +72,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     ) -> tuple[int, int]:
         """Round sizes up to whole groups per rank if vLLM's loader needs that.
 
-        It does where it cuts a checkpoint in that way. Otherwise sizes are returned unchanged.
+        It needs that if it cuts a checkpoint by whole groups. Otherwise sizes are returned unchanged.
         """
         reader = self.loading.reader
         if reader.ranks_take_groups and reader.group_size is not None:

@@ -53,7 +53,7 @@ class _Clock:
         self.step_until(lambda: all(len(self.came[name]) >= tokens for name in names))
 
     def first_token(self, ids: list[int]) -> float:
-        """Seconds to the first token of a prompt."""
+        """Return the seconds to the first token of a prompt."""
         begin, name = time.perf_counter(), self.ask(ids, _ANSWER)
         self.step_until(lambda: len(self.came[name]) == _ANSWER)
         return self.came[name][0] - begin

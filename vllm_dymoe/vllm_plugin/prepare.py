@@ -324,7 +324,7 @@ def name_every_place(model: Any) -> None:
     """Have a model report each loaded weight by all names that it goes by.
 
     The names are for vLLM's check of what was loaded. vLLM's models of transformers have a layer's gate and shared
-    experts in two places, and the check asks for one of them. What lies in RoutedExperts is not asked for, as where
+    experts in two places, and the check asks for one of them. Weights in RoutedExperts are not checked, as where
     nothing is quantized: experts are counted while they are packed, and vLLM 0.32 leaves Laguna's bias of the router
     as it is.
     """

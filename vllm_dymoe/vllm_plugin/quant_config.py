@@ -43,7 +43,7 @@ _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 
 
 class DymoeConfig(QuantizationConfig):
-    """Gives MoE layers our method, and leaves other layers as they are.
+    """Gives MoE layers our method; other layers stay as the checkpoint has them.
 
     Those are as the checkpoint has them.
 

@@ -193,7 +193,8 @@ def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan:
     """Wait for the answer to what the layer has asked for.
 
     Experts are read from there: ``Table.source`` and the plan's addresses are rewritten. An expert that could not be
-    read gets the address of some slot, is not kept, and is told in ``Table.unread``: the step fails when it has run.
+    read gets the address of some slot, is not kept, and is recorded in ``Table.unread``. The step fails when it has
+    run.
     """
     number = int(turn[1])
     if not number:

@@ -45,8 +45,8 @@ _CONVERTED: dict[Any, Any] = {}
 def in_gluon(function: Any) -> Any:
     """Return a function of Triton's language as a Gluon function.
 
-    What it calls is converted as well. It may make tensors of one dimension only (`arange`, `zeros`); others come from
-    its arguments.
+    What it calls is converted as well. The function may make tensors of one dimension only (`arange`, `zeros`); others
+    come from its arguments.
     """
     if function not in _CONVERTED:
         plain = function.fn

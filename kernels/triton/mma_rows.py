@@ -50,7 +50,9 @@ def mma_rows(
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Products with one block of 64 rows below 16 bits, over one part of the columns.
+    """Return products with one block of 64 rows below 16 bits.
+
+    They are over one part of the columns.
 
     Args:
         section: int64 address.

@@ -806,9 +806,9 @@ def precisions_of(
 ):
     """Return versions: HIGH for the most important active experts, else LOW.
 
-    The result is int32 [WIDTH]. ``number`` experts are active with usable weights. High are those above the threshold,
-    or without one as many as are critical, among equals the first. With hits these order experts first, then sums.
-    Uses int32 [3 * WIDTH] of scratch.
+    The result is int32 [WIDTH]. ``number`` experts are active with usable weights. Experts above the threshold are
+    high. Without a threshold as many are high as are critical, among equals the first ones. With hits, experts are
+    ordered by hits first, then by sums. Uses int32 [3 * WIDTH] of scratch.
     """
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)

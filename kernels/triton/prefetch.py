@@ -301,7 +301,7 @@ def _list_free(
 ):  # fmt: skip
     """List the slots of a version that no prediction for the layer has.
 
-    They are ascending, in order [2 * WIDTH].
+    They are ascending, and are written to `order` [2 * WIDTH].
 
     Returns:
         how many.

@@ -1,6 +1,6 @@
 """Reads from disk into a host cache.
 
-Read are the misses of this layer, and predictions for later layers.
+It reads the misses of this layer, and predictions for later layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""A machine as it was measured: what ``vllm-dymoe serve`` chooses by.
+"""A measured machine: what ``vllm-dymoe serve`` chooses by.
 
-Data sheets have other numbers.
+Its rates are measured, not taken from data sheets.
 
     python -m vllm_dymoe.plan.machine '{"folder": "/data", "hidden": 2048, "intermediate": 768, "experts": 128}'
 

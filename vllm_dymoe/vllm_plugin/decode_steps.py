@@ -1,8 +1,8 @@
 """Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is set how many rows are
-tokens; after the model, observers get what routers chose. Steps of few rows are small batches, others large batches; so
-are steps with prompt tokens, if the policy treats these differently.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model runs, the number of rows that
+are tokens is set; afterwards observers get what routers chose. Steps of few rows are small batches, others large
+batches; so are steps with prompt tokens, if the policy treats these differently.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Handles a step in which an expert could not be fetched.
 
-It is handled in its worker, in the scheduler, and at the front end.
+The worker, the scheduler and the front end each handle a part of it.
 
 An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce.
 So the layer that failed returns zeros and records an error message here, later layers do no work, and the message

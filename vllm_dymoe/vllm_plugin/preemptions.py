@@ -1,6 +1,6 @@
 """What to do about requests that vLLM preempts.
 
-It preempts them because its KV cache is full; experts can leave memory to it.
+vLLM preempts them because its KV cache is full. Experts can give up memory for that cache.
 """
 
 from typing import Any

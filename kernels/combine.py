@@ -1,6 +1,6 @@
 """The weighted sum over each token's experts.
 
-It takes torch operations, or one Triton launch on a GPU.
+It is computed with torch operations, or in one Triton launch on a GPU.
 """
 
 from collections.abc import Collection

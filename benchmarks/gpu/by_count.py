@@ -1,9 +1,9 @@
 """What decode on tensor cores should gain, by instructions alone.
 
 The gain is on the measured card; no GPU is needed. Measured times without tensor cores are scaled by the instructions
-of both kernels' loops over a warp's strip. That is right if issue is what bounds the one that was measured, as its
-share of memory's bound says, and nothing else bounds the other one before memory does. The estimate is no measurement;
-`gpu.py --parts decode` is one.
+of both kernels' loops over a warp's strip. That is right if instruction issue bounds the kernel that was measured, as
+its share of memory's bound says, and nothing else bounds the other one before memory does. The estimate is no
+measurement; `gpu.py --parts decode` is one.
 """
 
 import json

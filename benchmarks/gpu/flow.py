@@ -1,6 +1,6 @@
 """Checks that every output of decode is computed by the same operations.
 
-It does not matter how decode is launched. This module runs PTX on trees of floats: one program of a compiled kernel
+This has to hold however decode is launched. This module runs PTX on trees of floats: one program of a compiled kernel
 runs here, all threads in step, on random bytes. Integers are computed. A float operation gives, in addition to its
 value, a hash of its name and rounding and of its operands' hashes: two outputs have equal hashes if the same
 operations were applied in the same order to the same bits. ``compile_table.py`` records for each kernel that fetches,

@@ -1,9 +1,9 @@
 """The device's part of a CPU queue, in three small launches.
 
-They come around those that compute, without driver calls in between. Plain twins: ``post_plain`` and ``collect_plain``
-of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A graph's own memory operation (cuStreamWaitValue64)
-would occupy no multiprocessor, but compares with a constant of the capture; only a number that grows keeps a late
-answer from counting for the next step. So one warp waits.
+They run around the launches that compute, without driver calls in between. Plain twins: ``post_plain`` and
+``collect_plain`` of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A graph's own memory operation
+(cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the capture; only a number that
+grows keeps a late answer from counting for the next step. So one warp waits.
 """
 
 import ctypes

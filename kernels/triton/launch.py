@@ -1,6 +1,6 @@
 """Arguments of a launch, and its four entry points.
 
-They make checks that cost microseconds, and then one launch each.
+Each entry point makes checks that cost microseconds, and then one launch.
 
 Every argument that changes from step to step is a device tensor, and nothing here waits for the device, so a CUDA
 graph can capture a step.

@@ -1,7 +1,7 @@
 """Writes experts' addresses and bit-widths into a table on the device.
 
-They are a launch's own arguments. A copy would do the same, but copies from the host queue behind the experts that
-occupy the link.
+They are passed as a launch's own arguments. A copy would do the same, but copies from the host queue behind the
+experts that occupy the link.
 """
 
 from collections.abc import Sequence

@@ -83,7 +83,7 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
 def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
     """Measure host-planned steps.
 
-    Measured are the median time of a layer, and the bytes that had to be moved in the same steps.
+    The median time of a layer is compared with the time to move what had to be moved in the same steps.
     """
     cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
     for phase, budget, prefetch in cases:
@@ -141,8 +141,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
 def measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack, about: str = "") -> list[str]:
     """Measure the CPU queue.
 
-    Measured are both bandwidths, each while the other works, and the way to the host and back without a row to
-    compute.
+    It measures both bandwidths, each while the other works, and the way to the host and back without a row to compute.
 
     Returns:
         what is wrong, as sentences.

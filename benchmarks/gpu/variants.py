@@ -356,10 +356,10 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
 
 @cache
 def _code(module: str) -> str:
-    """Return the part of a module that becomes machine code: its compiled functions, and what they use.
+    """Return the part of a module that becomes machine code.
 
-    Comments and docstrings change no machine code. Functions of the host do not either: the arguments with which they
-    launch kernels are hashed as arguments.
+    That is its compiled functions, and what they use. Comments and docstrings change no machine code. Functions of the
+    host do not either: the arguments with which they launch kernels are hashed as arguments.
     """
     return _compiled_part((Path(launch.__file__).parent / f"{module}.py").read_text())
 
@@ -386,7 +386,10 @@ def _is_compiled(function: ast.FunctionDef) -> bool:
 
 
 def _binds(statement: ast.stmt, names: set[str]) -> bool:
-    """Return whether a statement of a module defines, assigns or imports one of `names`."""
+    """Return whether a statement of a module binds one of `names`.
+
+    It may define, assign or import it.
+    """
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return statement.name in names
     if isinstance(statement, ast.Import | ast.ImportFrom):

@@ -1,4 +1,7 @@
-"""Identifies a model in files that outlive an engine: traces and trained predictors."""
+"""The identity of a model, for files that outlive an engine.
+
+Such files are traces and trained predictors.
+"""
 
 from dataclasses import dataclass
 

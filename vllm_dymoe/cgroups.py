@@ -16,7 +16,7 @@ _QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 def usable_cores(cores: int | None = None) -> int:
     """Return the number of cores that this process may keep busy.
 
-    That is its affinity, or ``cores`` instead, within the limit of a container.
+    A container's limit bounds the cores of the process's affinity, or ``cores`` instead.
     """
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     for group in groups():
@@ -33,7 +33,7 @@ def usable_cores(cores: int | None = None) -> int:
 def groups() -> Iterator[Path]:
     """Yield the control groups that may limit this process.
 
-    They are its own groups and their ancestors, as far as they are mounted.
+    These are its own groups and their ancestors, as far as they are mounted.
     """
     mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
     yield from mounted.values()

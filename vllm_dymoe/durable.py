@@ -128,7 +128,7 @@ def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
 def remove_given_up(folder: Path, pattern: str) -> None:
     """Remove old temporary files that match a pattern.
 
-    They are named NAME.RANDOM, and were left by a ``replace_file`` whose process was killed.
+    A ``replace_file`` whose process was killed left them, as NAME.RANDOM.
     """
     for left in folder.glob(pattern):
         with contextlib.suppress(OSError):
@@ -297,7 +297,7 @@ def _held(folder: Path) -> Any:
 def put_back(folder: Path) -> None:
     """Restore a folder whose writer died within ``replace_folder``.
 
-    It died between the two renames, so the folder still has its other name.
+    If it died between the two renames, the folder still has its other name.
     """
     if folder.exists():
         return
@@ -400,7 +400,7 @@ def _is_own(folder: Path) -> bool:
 def _boot() -> str:
     """Return eight hex digits that identify the running kernel.
 
-    They are the same in all containers of a machine.
+    All containers of a machine have the same.
     """
     try:
         return _BOOT_ID.read_text().strip().replace("-", "")[:8]

@@ -70,7 +70,7 @@ Place = Annotated[Path, BeforeValidator(_check_named), AfterValidator(_find_home
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     """Return the default folder of packed experts, used if ``store_dir`` is not set.
 
-    It is in vLLM's cache folder if that is set, otherwise in the user's. Raises ConfigError if there is no home
+    The folder is in vLLM's cache if that is set, otherwise in the user's. Raises ConfigError if there is no home
     directory.
     """
     variables = os.environ if environment is None else environment
@@ -281,7 +281,7 @@ class Options(BaseModel):
     def predictor_file(self) -> Path | None:
         """The predictor file to serve with, if any.
 
-        It is the file that ``train_predictor`` wrote earlier if that exists, otherwise ``predictor``.
+        The file that ``train_predictor`` wrote earlier comes before ``predictor``.
         """
         if self.train_predictor is not None and self.train_predictor.file.is_file():
             return self.train_predictor.file

@@ -44,7 +44,7 @@ class SlotPlan:
 def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
     """Return the bytes of the kernel's scratch.
 
-    It has room for one projection in float32 with its codes, up to a limit for the type of device.
+    The scratch holds one projection in float32 with its codes; its size is limited by device type.
     """
     largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.all_formats for m in fmt.matrices)
     return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
@@ -69,7 +69,7 @@ def slot_bits(experts: ModelExperts, options: Options, precisions: frozenset[Pre
 def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple[Precision, ...]:
     """Return the precisions that need slots, the high one first.
 
-    They are those that the policy uses and the store has.
+    A precision needs slots if the policy uses it and the store has it.
     """
     return tuple(
         precision
@@ -81,7 +81,7 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
     """Return the smallest feasible budget in bytes.
 
-    It is the workspace and one slot per precision, or per expert if none is fetched.
+    The budget must hold the workspace and one slot per precision, or one per expert if none is fetched.
     """
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)
@@ -236,7 +236,7 @@ def _staging(experts: ModelExperts, policy: Policy, count: int) -> int:
 def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
     """Return the number of staging slots of each precision.
 
-    They are for moves of separate versions, and for what steps fetch.
+    Moves of separate versions need them, and experts that steps fetch.
     """
     every, residency = len(experts.layers) * experts.num_experts, policy.residency
     if high == every or residency.migrating is None:
@@ -248,7 +248,7 @@ def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, h
 def _resident_bytes(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
     """Return the bytes with every expert resident and ``high`` of them high.
 
-    They include staging slots for moves. A residual slice is moved into the slot of the one that it replaces. Of
+    Staging slots for moves are included. A residual slice is moved into the slot of the one that it replaces. Of
     separate versions, both of a pair arrive before either old one leaves.
     """
     high_format, low_format = experts.formats[options.high], experts.formats[options.low]
@@ -286,7 +286,7 @@ def _plan_residents(
 def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
     """Return the worth of a high version per use: float64 [layers, experts].
 
-    It is the layer's worth times the root of the quantization error of the expert's low version, relative to its
+    An expert's worth is its layer's, times the root of the quantization error of its low version, relative to the
     layer's mean. The error itself would be better for lattice codes, but gains nothing for GPTQ (benchmarks/LOG.md).
     """
     found = np.ones((len(experts.layers), experts.num_experts))
@@ -300,7 +300,7 @@ def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[f
 def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int, spare: int) -> dict[Precision, int]:
     """Return the slots of residual and base slices, at least one of each.
 
-    There are as many residual slices as a share ``high`` of the bases needs.
+    ``high`` is the number of residual slices for each base.
     """
     residual, base = sizes[Precision.HIGH], sizes[Precision.LOW]
     bases = min(every_expert, max(1, min(int(spare / (base + high * residual)), (spare - residual) // base)))

@@ -108,7 +108,7 @@ class SlotPools(dict[Precision, SlotPool]):
     def check_growth(self, plan: SlotPlan, before: SlotPlan, nbytes: int) -> None:
         """Raise ConfigError if slots of ``nbytes`` bytes do not fit.
 
-        They have to fit next to what computation takes. The old slots are still allocated, but count as free.
+        They must fit in addition to what computation takes. The old slots, which still exist, count as free.
         """
         if plan.limit <= before.limit:  # the device has provided as much before
             return
@@ -198,7 +198,7 @@ class DeviceCache(ExpertCache):
     def far(self, layer: int, wanted: Mapping[int, Precision]) -> list[bool]:
         """Return for each wanted expert whether its bytes have to come from disk.
 
-        This is so if it has no slot for the wanted version, and is not in host memory either.
+        They do if the expert has no slot for the wanted version and is not in host memory either.
         """
         far, held = [], self.table.precision[layer]
         for expert, precision in wanted.items():

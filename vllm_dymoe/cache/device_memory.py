@@ -1,4 +1,7 @@
-"""Free memory of the experts' device, and giving back what is unused."""
+"""Free memory of the experts' device.
+
+Reports how much is left, and gives back what is unused.
+"""
 
 import ctypes
 
@@ -28,7 +31,7 @@ class DeviceMemory:
     def computation(self) -> int:
         """Return the peak bytes of a step beyond what is held between steps.
 
-        This is 0 for a CPU: it is little compared with a host's memory.
+        On a CPU this counts as 0, because it is little compared with a host's memory.
         """
         return 0
 
@@ -39,7 +42,7 @@ class DeviceMemory:
     def ends_long_kernels(self) -> bool:
         """Return whether a display watchdog ends kernels after some seconds.
 
-        With the kernel it ends the process's context.
+        The process's context ends with the kernel.
         """
         return False
 

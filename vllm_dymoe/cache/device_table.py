@@ -79,7 +79,7 @@ class DeviceTable:
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
         """Write how the device serves from now on.
 
-        These are precisions, their encodings, eviction, and source addresses.
+        Sets precisions and their encodings, eviction, and source addresses.
 
         Args:
             bits: bits of each precision, 0 for one that is skipped.
@@ -128,7 +128,7 @@ class DeviceTable:
 class DeviceCounts:
     """Counts of routing in steps without the host.
 
-    They are counted on the device, and read by the host without waiting.
+    The device counts, and the host reads the counts without waiting.
     """
 
     def __init__(self, table: Table) -> None:
@@ -142,9 +142,9 @@ class DeviceCounts:
         self._on_host = HostCopy(self._uses)
 
     def add(self) -> None:
-        """Count the layers of small batches since the last call.
+        """Count the layers that small batches ran since the last call.
 
-        They have run, or will run, on the computing stream.
+        Layers that are enqueued on the computing stream count as well.
         """
         table = self._table
         ids = torch.where(self._row < table.ring_rows[0, :, None, None], table.ring_ids[0], -1)
@@ -181,7 +181,7 @@ class DeviceCounts:
     def take(self) -> NDArray[np.int64]:
         """Return the counts up to the last ``ask``: int64 [3, layers, experts].
 
-        These are choices of low, choices of high, and squared gates.
+        The first dimension is choices of low, choices of high, and squared gates.
         """
         counts = self._on_host.take().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
@@ -190,8 +190,8 @@ class DeviceCounts:
 class DeviceWaits:
     """The time that steps without the host have waited for the link.
 
-    It is what they have fetched, at the rate of the link. The host learns of it some steps later, without waiting. A
-    step of few rows waits for all that it fetches.
+    It follows from what they have fetched and the rate of the link: a step of few rows waits for all that it fetches.
+    The host learns of it some steps later, without waiting.
 
     Args:
         seconds: seconds of fetching a version, or its residual slice, by LOW and HIGH.
@@ -236,7 +236,7 @@ class DeviceWaits:
 class DeviceFailures:
     """What went wrong on the device in steps without the host.
 
-    It is sent to the host after each step.
+    The device sends it to the host after each step.
 
     Args:
         why: takes a layer with an expert that could not be read, and returns why; None if nothing has to be read.

@@ -121,8 +121,8 @@ class Fetcher(Generic[Cache]):
     ) -> Fetch | None:
         """Start to fetch an expert; return None if no slot is free now.
 
-        It goes into a free slot, or a reserved one if ``kept``. Only the first ``projections`` are transferred until
-        the rest is demanded.
+        The expert goes into a free slot, or a reserved one if ``kept``. Only the first ``projections`` are transferred
+        until the rest is demanded.
         """
         slot = self.cache.pools[precision].take(kept=kept, kind=self.cache.kinds[layer])
         if slot is None:

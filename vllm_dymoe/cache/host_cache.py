@@ -280,7 +280,7 @@ class HostCache(HostStore):
     def wake(self) -> None:
         """Allocate as much memory as before.
 
-        It is filled if it held everything, and otherwise empty. Errors are as at start.
+        The tier is filled if it held everything, and otherwise empty. Errors are as at start.
         """
         try:
             with self._changed:

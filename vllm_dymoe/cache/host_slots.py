@@ -30,10 +30,7 @@ _FEWEST = 2  # fewest staging slots
 
 @dataclass
 class HostPredictions:
-    """Counts of slices to read ahead.
-
-    They are all of them, those that were needed, and those dropped for demand.
-    """
+    """Counts of slices to read ahead: all, needed, and dropped for demand."""
 
     made: int = 0
     useful: int = 0
@@ -281,8 +278,8 @@ class HostSlots:
     def _reclaim(self, wanted: SliceKey, *, predictions: bool) -> bool:
         """Free a slot for a wanted slice; return whether there is one.
 
-        It is the slot of the least recently used slice that no layer keeps. With ``predictions`` it may be a predicted
-        one: one prediction does not evict another.
+        Drops the least recently used slice that no layer keeps. Predicted slices are dropped only with ``predictions``:
+        one prediction does not evict another.
         """
         kinds = self._experts.kinds
         for key, fetch in self.passing.items():
@@ -366,7 +363,7 @@ class HostSlots:
 def slots_of_kinds(experts: ModelExperts, nbytes: int) -> list[int]:
     """Return the slots that a budget has for each kind of layers.
 
-    Each kind has slots for the same share of its experts, and at least two.
+    Each kind gets slots for the same share of its experts, but at least two.
     """
     pages = [sum(whole_pages(fmt.nbytes) for fmt in formats.values()) for formats in experts.of_kinds]
     every = [experts.kinds.count(kind) * experts.num_experts for kind in range(len(pages))]

@@ -30,7 +30,7 @@ _PREFERRED = 1  # MPOL_PREFERRED: other nodes serve when this one's memory is fu
 def available_host_memory() -> int:
     """Return the bytes that can be allocated without swapping.
 
-    They are within the machine's memory and a container's limit.
+    Both the machine's memory and a container's limit count.
     """
     available = int(psutil.virtual_memory().available)
     for group in groups():
@@ -62,7 +62,7 @@ def machine() -> str:
 def _reclaimable(statistics: Path) -> int:
     """Return the bytes of page cache that a container can give up.
 
-    They count as the container's memory, but are freed when memory is short.
+    The system counts them as the container's memory, but frees them when memory is short.
     """
     try:
         fields = dict(line.split() for line in statistics.read_text().splitlines())

@@ -1,6 +1,6 @@
 """Slots: fixed places for slices in the memory of one tier.
 
-They are taken and given back in constant time.
+Taking a slot and giving it back take constant time.
 """
 
 import weakref
@@ -188,7 +188,7 @@ class SlotPool:
     def take(self, *, kept: bool, kind: int = 0) -> Slot | None:
         """Return a free slot for a kind of layers, or None.
 
-        It is a reserved one if it is to be kept, otherwise another.
+        A slot that is to be kept uses up a reservation. Otherwise reserved slots are left alone, unless the pool lends.
         """
         held_back = 0 if kept or self._lends else self._reserved[kind]
         if len(self._free[kind]) <= held_back:
@@ -225,9 +225,10 @@ class SlotPool:
         self.slots, self.arenas = self.slots + other.slots, self.arenas + other.arenas
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return the range of adjacent slots of each kind of layers.
+        """Return where the slots of each kind of layers are.
 
-        It is the address of the first slot, the bytes of a slot, and the number of slots.
+        Slots of a kind are adjacent: the result is the address of the first one, the bytes of a slot, and the number of
+        slots.
         """
         found: list[list[Slot]] = [[] for _ in self._free]
         for slot in self.slots:

@@ -1,6 +1,6 @@
-"""The identity of a model, for files that outlive an engine.
+"""The identity of a model, for traces and trained predictors.
 
-Such files are traces and trained predictors.
+Such files outlive an engine.
 """
 
 from dataclasses import dataclass

@@ -99,10 +99,10 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
 
 
 def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
-    """Return the high experts of a layer's step on this rank.
+    """Return the high experts of a layer's step, by this rank's own numbers.
 
-    They have the rank's own numbers, see :func:`high_experts`. Ranks that share a layer's experts choose among all of
-    them, so they agree on the high ones.
+    See :func:`high_experts`. Ranks that share a layer's experts choose among all of them, so they agree on the high
+    ones.
     """
     everywhere = routing.global_ids
     if everywhere is None:
@@ -115,7 +115,7 @@ def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callabl
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
     """Mark the tokens with the most attention as heavy hitters (T_imp of Eq. 2).
 
-    They are a ``share`` of the tokens, rounded up. ``mass`` is float32 [tokens]; ``heavy`` is bool [tokens] and must be
+    Marks a ``share`` of the tokens, rounded up. ``mass`` is float32 [tokens]; ``heavy`` is bool [tokens] and must be
     all false.
     """
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
@@ -127,8 +127,8 @@ def attention_mass(
 ) -> Tensor:
     """Return the attention that each token gets (Eq. 1): float32 [tokens] with sum 1.
 
-    It is averaged over heads. The paper sums over a whole prompt. Here the last ``window`` queries stand for all: they
-    have seen every token, and the cost grows linearly with the number of tokens.
+    Attention is averaged over heads. The paper sums over a whole prompt. Here the last ``window`` queries stand for
+    all: they have seen every token, and the cost grows linearly with the number of tokens.
 
     Args:
         query: [tokens, heads, dim], with positional encoding.
@@ -163,7 +163,7 @@ def attention_mass(
 def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) -> Tensor:
     """Return which tokens each query must not see: bool [asked, tokens].
 
-    They are the last tokens, and the last ``asked`` queries.
+    The last ``asked`` queries are compared with the last ``tokens`` tokens.
     """
     places = torch.arange(tokens, device=device)
     own = places[-asked:].unsqueeze(1)

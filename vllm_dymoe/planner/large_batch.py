@@ -85,7 +85,7 @@ class LargeBatchShape:
     def counted(self) -> int:
         """Scratch elements of one count.
 
-        They are sizes and sums (int64) of each chunk, and the pairs' numbers.
+        One count takes sizes and sums (int64) of each chunk, and the pairs' numbers.
         """
         return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
 
@@ -127,10 +127,10 @@ class LargeBatchWork:
         )
 
     def with_own_spans(self) -> Self:
-        """Return the same work with its own list of copies.
+        """Return the same work with its own list of copies, for the other parity.
 
-        It is for layers of the other parity. A layer's last copies bring experts of the next layer: the copy stream may
-        still read their list while the next layer writes its own.
+        A layer's last copies bring experts of the next layer: the copy stream may still read their list while the next
+        layer, whose parity is the other one, writes its own.
         """
         return replace(self, spans=torch.zeros_like(self.spans))
 

@@ -1,9 +1,9 @@
-"""The plan of one layer's step.
+"""The plan of one layer's step: what is computed, from where, and what is kept.
 
-It lists the experts to compute, their rows, bytes and precision, and what is kept. A planner writes it and executors
-carry it out; nothing else passes between the two. With device-side planning every column is on the device, written by a
-GPU planner or its NumPy twin. A plan made on the host says which bytes are missing, but gets their places only as slots
-are filled: a free slot is known when its transfer starts.
+It lists experts, their rows, bytes and precision. A planner writes it and executors carry it out; nothing else passes
+between the two. With device-side planning every column is on the device, written by a GPU planner or its NumPy twin. A
+plan made on the host says which bytes are missing, but gets their places only as slots are filled: a free slot is known
+when its transfer starts.
 """
 
 # ruff: noqa: RUF009

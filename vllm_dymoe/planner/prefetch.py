@@ -37,7 +37,7 @@ MOST_AHEAD = 2  # layers that a device fetches for: an even and an odd one
 class PredictionCount(IntEnum):
     """Columns of :attr:`PrefetchList.counts`.
 
-    They count experts of layers for which there were predictions.
+    Only experts of layers for which there were predictions count.
     """
 
     ASKED = 0  # steps, not experts
@@ -85,7 +85,7 @@ def name_experts(
 ) -> None:
     """Write the experts that a step's tokens would choose into ``Table.predicted``.
 
-    They are those of a coming layer, the best first. A token chooses K experts of the largest scores; with several
+    They are named for a coming layer, the best first. A token chooses K experts of the largest scores; with several
     voters only those that each of P voters names (FIRM-MoE Eqs. 5 and 6). Experts that more tokens choose come first,
     then those of larger sums of scores (DyMoE Eq. 7). Scores are compared as they are, and added as integers.
 
@@ -209,10 +209,7 @@ def list_predicted(
 
 
 def _lacking(table: Table, held: int, code: int) -> tuple[int, ...]:
-    """Return the versions, or slices, that an expert needs to serve as predicted.
-
-    They are those that it lacks.
-    """
+    """Return the versions, or slices, that an expert lacks to serve as predicted."""
     if not table.nested:
         return () if held != ABSENT else (code,)
     return tuple(part for part in (LOW, HIGH) if held < part <= code)

@@ -1,7 +1,4 @@
-"""The routing of one layer in one step.
-
-It is copied from the device to the host at most once.
-"""
+"""The routing of one layer in one step, copied to the host at most once."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -38,7 +35,7 @@ class RoutingError(ValueError):
 class Phase(Enum):
     """The phase of a whole step.
 
-    It is prefill if any request of the step still processes its prompt, even only its last token; otherwise decode.
+    A step is prefill if any of its requests still processes its prompt, even only its last token; otherwise decode.
     """
 
     PREFILL = "prefill"
@@ -119,7 +116,7 @@ class Routing:
     def squared_gates(self) -> NDArray[np.int64]:
         """Sums of :func:`~.hotness.squared_gates` for each expert of this rank.
 
-        They reach up to the largest id in the step.
+        The array ends at the largest id in the step.
         """
         gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
         places = torch.from_numpy(self.host_ids).flatten()

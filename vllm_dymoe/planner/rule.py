@@ -123,7 +123,7 @@ def actions_of(
 ) -> NDArray[np.uint8]:
     """Return the action of each pair's expert: uint8 [tokens, top_k].
 
-    It is an Action, plus LOW_VERSION if the expert is computed low.
+    LOW_VERSION is added to an Action if the expert is computed low.
 
     Args:
         ids: int64 [tokens, top_k], negative where another rank has the expert.
@@ -207,6 +207,6 @@ def _find_places(
 def coldest(score: Ints, used_at: Ints, among: Ints) -> int:
     """Return the expert of ``among`` to evict.
 
-    It is the coldest, then the least recently used, then the first.
+    The coldest is evicted, among equals the least recently used, then the first.
     """
     return int(among[np.argmin(score[among] * _STEPS + used_at[among])])

@@ -130,16 +130,16 @@ def slot_address(table: Table, layer: int, code: int, slot: int) -> int:
 def bytes_ahead(table: Table, layer: int, code: int, projections: int) -> int:
     """Return the bytes of an expert's first projections when they are fetched ahead.
 
-    For all projections this is the whole slot.
+    All projections together take the whole slot.
     """
     whole = projections == PROJECTIONS
     return int(table.slot_bytes[layer, code] if whole else table.offsets[layer, code, projections])
 
 
 def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
-    """Return where a missing version, or slice, was fetched ahead, and how much of it.
+    """Return the slot that a missing version, or slice, was fetched ahead into.
 
-    That is its slot, or -1, and the number of projections.
+    Also returns how many projections were fetched. If it was not fetched ahead, the result is -1 and 0.
     """
     slot, precision, projections = table.staged[layer % 2, code - 1 if table.nested else 0, :, expert].tolist()
     found = table.staged_for[layer % 2] == layer and precision == code
@@ -149,7 +149,7 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
 def _count_arrived(table: Table, layer: int) -> None:
     """Count the predicted slices of a layer that have arrived in time.
 
-    They count whether or not they are used.
+    Slices that the step does not use count as well.
     """
     if table.staged_for[layer % 2] != layer:
         return
@@ -162,12 +162,12 @@ def _count_arrived(table: Table, layer: int) -> None:
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, plan: LayerPlan
 ) -> None:
-    """Write the plan's items.
+    """Write the plan's items: actions, sources, destinations and positions.
 
-    For each slice these are its action, source and destination, and for each expert its positions. The table's rows are
-    those after the step. Projections that were fetched ahead are read from their staging slots. A streamed expert is
-    read once for every POSITIONS_AT_ONCE positions; one with more positions that has to cross the link gets a staging
-    slot, as long as there are some, because the link is slower than a slot.
+    Actions, sources and destinations are written for each slice, positions for each expert. The table's rows are those
+    after the step. Projections that were fetched ahead are read from their staging slots. A streamed expert is read
+    once for every POSITIONS_AT_ONCE positions; one with more positions that has to cross the link gets a staging slot,
+    as long as there are some, because the link is slower than a slot.
     """
     predicted = table.prefetch_slots.tolist()
     staged = {

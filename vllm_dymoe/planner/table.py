@@ -176,7 +176,7 @@ class Table:
     def on_host(self) -> "Table":
         """Return the table as NumPy arrays.
 
-        They are views of CPU tensors, and copies of others, which it waits for.
+        CPU tensors are viewed; others are copied, which waits for the device.
         """
         return Table(**{name: values.cpu().numpy() for name, values in vars(self).items()})
 
@@ -306,7 +306,7 @@ def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int])
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
     """Raise AssertionError if the table is inconsistent.
 
-    That is, if quotas are exceeded, a slot is named twice, or a prefetched expert is in no staging slot.
+    Quotas must be kept, no slot may be named twice, and every prefetched expert must be in a staging slot.
 
     Args:
         ranges: also check that layers use slots of their own range only.

@@ -74,7 +74,7 @@ def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np
 def follow(threshold: Ints, high: int, active: int) -> None:
     """Move the threshold after a layer with ``high`` of ``active`` experts high.
 
-    It rests if too few experts are active.
+    The threshold rests if too few experts are active.
     """
     retention = int(threshold[1])
     if active and active * retention >= 1 << 16:

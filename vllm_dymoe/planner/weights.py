@@ -1,6 +1,6 @@
 """Routing weights of tokens whose skipped experts hand theirs on.
 
-They go to the token's other experts, with the same bits wherever that is computed.
+The token's other experts get them, with the same bits wherever that is computed.
 """
 
 import torch

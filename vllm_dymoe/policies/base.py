@@ -125,7 +125,7 @@ class PrecisionPolicy:
     def counts_ahead(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         """Return ``count_ahead`` as a table for a device.
 
-        It is int32 [2, num_layers, experts + 1]: high or all, layer, number of predicted experts.
+        The table is int32 [2, num_layers, experts + 1]: high or all, layer, number of predicted experts.
         """
         counts = [[self.count_ahead(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32).transpose(2, 0, 1)
@@ -142,7 +142,7 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 class Migrating(BaseModel):
     """How the set of high experts follows traffic.
 
-    For policies that move versions between steps.
+    Parameters of policies that move versions between steps.
     """
 
     model_config = _FROZEN
@@ -273,10 +273,7 @@ class Policy(BaseModel):
         return ""
 
     def staging_slots(self, slots: int) -> int:
-        """Return how many of a precision's slots are staging slots.
-
-        They serve streaming and prefetch.
-        """
+        """Return how many of a precision's slots are for streaming and prefetch."""
         if not self.residency.keeps:
             return slots
         usual = max(FEWEST_STAGING, min(_USUAL_STAGING, slots // 8))

@@ -102,7 +102,7 @@ class CriticalHigh(PrecisionPolicy):
 class Dymoe(Exact):
     """Serves the critical experts of a step high and the others low.
 
-    It keeps and predicts experts as ``exact`` does.
+    Experts are kept and predicted as by ``exact``.
     """
 
     name: ClassVar[str] = "dymoe"

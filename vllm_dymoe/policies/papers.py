@@ -1,7 +1,7 @@
 """Four policies that follow their papers as closely as possible.
 
-They differ from the others only in their defaults. docs/options.md lists the differences from the papers that remain.
-Numbers that a paper leaves open are ours: the share of heavy hitters (DyMoE: "top-k" tokens), alpha and margin
+Only their defaults differ from those of the other policies. docs/options.md lists the remaining differences from the
+papers. Numbers that a paper leaves open are ours: the share of heavy hitters (DyMoE: "top-k" tokens), alpha and margin
 (DynaExq), and HEOP's first K and P, which are those of FIRM-MoE's ablation.
 """
 

@@ -42,7 +42,7 @@ class PredictorCard:
     def check(self, path: Path, here: ModelIdentity) -> None:
         """Raise PredictorError if the predictor does not suit the model that runs here.
 
-        It must have been trained for this model, and not be worse than the next layer's gate.
+        The predictor must have been trained for this model, and predict no worse than the next layer's gate.
         """
         for name, what in (
             ("num_layers", "MoE layers"),

@@ -1,6 +1,6 @@
-"""ExpertMLP: a network that predicts the next layer's experts.
+"""ExpertMLP: a network that predicts the next layer's experts (DuoServe-MoE 4.2).
 
-It is that of DuoServe-MoE, section 4.2. For layer l, with E_m the experts that a token chose in layer m, the state is
+For layer l, with E_m the experts that a token chose in layer m, the state is
 
     h_l = {E_0, E_1, ..., E_(l-1)}                    the experts chosen so far                    (Eq. 4)
     s_l = [h_l, p_l, a_(l-1),l]                       with popularity and affinity of l            (Eq. 5)
@@ -127,7 +127,7 @@ class ExpertMLP(nn.Module):
 
     @torch.no_grad()
     def _begin_with_affinity(self) -> None:
-        """Start from affinity, without a hidden layer.
+        """Start a network without a hidden layer from affinity.
 
         With few training tokens nothing is lost, and more improve on it.
         """

@@ -77,8 +77,8 @@ class FoldedMLP:
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Return the history with one more layer, the last first.
 
-        It contains rows of a table, [tokens, top_k of each remembered layer]. ``experts`` int [tokens, top_k] are the
-        layer's choices, ``before`` is the previous history, None for the first layer.
+        The history is rows of a table, [tokens, top_k of each remembered layer]. ``experts`` int [tokens, top_k] are
+        the layer's choices, ``before`` is the previous history, None for the first layer.
         """
         if self.history == 1:
             return experts
@@ -91,7 +91,7 @@ class FoldedMLP:
     def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None, ahead: int = 1) -> torch.Tensor:
         """Return scores of a layer's experts: [tokens, num_experts].
 
-        They are in the network's dtype; ``layer`` is 1 or more. ``rows`` are earlier choices, as ``remember`` returns
+        Scores have the network's dtype; ``layer`` is 1 or more. ``rows`` are earlier choices, as ``remember`` returns
         them; ``router_input`` is [tokens, hidden] of the layer ``ahead`` layers before.
         """
         if ahead == 1:

@@ -78,7 +78,7 @@ class Gate:
     ) -> list[Candidate]:
         """Return this rank's experts among those that tokens would choose.
 
-        They are experts of this gate's layer, in the order of :func:`rank`.
+        The candidates are for this gate's layer, in the order of :func:`rank`.
         """
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]

@@ -1,6 +1,6 @@
 """Meeting of Layers: only the experts that several earlier layers agree on.
 
-It is that of FIRM-MoE, section Meeting-of-Layers. With x_m the router's input of layer m and W_g^(l) the gate of layer
+The source is FIRM-MoE, section Meeting-of-Layers. With x_m the router's input of layer m and W_g^(l) the gate of layer
 l:
 
     S_l^(m) = TopKIndices(x_m W_g^(l), K)        for each of the P layers m before l      (Eq. 5)

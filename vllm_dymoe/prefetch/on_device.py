@@ -1,6 +1,6 @@
 """Predictors of device-planned steps, which write ``Table.predicted``.
 
-They need no host. A predictor runs on a branch of the captured step while a layer is computed, and
+They run on the device, without the host: on a branch of the captured step while a layer is computed.
 ``executor/device_prefetch.py`` fetches the predicted experts. Any number of experts may be predicted; those without a
 slot or time are not fetched.
 """

@@ -80,9 +80,7 @@ _FASTER = 0.98  # of the time of a step, below which the other way is taken
 
 
 class StepPace:
-    """Decides between decode steps whether the next ones prefetch.
-
-    It decides by their measured times.
+    """Decides between decode steps, by their times, whether the next ones prefetch.
 
         with prefetch | without | with prefetch | without | ... | with prefetch (longer and longer) | without | ...
 

@@ -117,7 +117,7 @@ class TrainedPredictor(Predictor):
 def network_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which a network runs.
 
-    It is float32 on a CPU, which has no fast products of 16-bit numbers.
+    A CPU has no fast products of 16-bit numbers, so it takes float32.
     """
     return torch.float32 if device.type == "cpu" else torch.float16
 

@@ -146,9 +146,9 @@ def _solve(seen: Trace, shares: torch.Tensor, look_ahead: int) -> FoldedMLP:
 
 
 def _scores(network: FoldedMLP, layer: int, trace: Trace) -> torch.Tensor:
-    """Return scores of a layer's experts: float32 [tokens, num_experts].
+    """Return scores of a layer's experts, as in inference.
 
-    They are those of inference.
+    The result is float32 [tokens, num_experts].
     """
     rows = None
     for before in range(layer):

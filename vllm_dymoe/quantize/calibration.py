@@ -123,7 +123,7 @@ class Calibration:
     ) -> tuple[Curvature, Curvature]:
         """Return the curvature of the inputs of an expert's gate and up, and of down.
 
-        It is rotated in blocks of ``rotations``. With ``borrow`` the inputs of gate and up are those of the whole
+        Inputs are rotated in blocks of ``rotations``. With ``borrow`` the inputs of gate and up are those of the whole
         layer. Raises CalibrationError if inputs are not finite.
         """
         function = self.recording.activation_of(layer)

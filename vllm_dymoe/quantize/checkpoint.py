@@ -36,9 +36,9 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The tensors of one matrix.
+    """The tensors of one matrix: of one expert, or of a stack of all experts.
 
-    It is a matrix of one expert, or of all experts of a layer in a stack.
+    A stack holds the matrices of all experts of a layer.
     """
 
     layer: int  # index of the layer in the model
@@ -99,9 +99,9 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of ``--dtype auto``.
+        """The dtype of ``--dtype auto``, as in vLLM.
 
-        It is the checkpoint's own, or bfloat16 for one of 32 bits, as in vLLM.
+        The checkpoint's own, or bfloat16 for a checkpoint of 32 bits.
         """
         stored = sorted(place.dtype for place in self.experts[0].parts.values() if place.dtype in FLOATS)
         dtype = self.config.dtype or (DTYPES[stored[0]] if stored else torch.bfloat16)
@@ -155,8 +155,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return sixteen hex digits that identify the weights.
 
-        They hash names, shapes and a sample of each tensor (of each expert in a stack). Copying the folder does not
-        change them, training the model further does.
+        The digits hash names, shapes and a sample of each tensor (of each expert in a stack). Copying the folder does
+        not change them, training the model further does.
         """
         return _sampled([*self.dense.values(), *(place for one in self.experts for place in one.parts.values())])
 
@@ -348,8 +348,8 @@ def check_representatives(
 ) -> None:
     """Raise CheckpointError if quantized experts contradict config.json.
 
-    They may have other bits or groups than it says. One matrix of each projection and reader is read, and the others
-    must have its shapes. Whoever packs them checks the rest: stacks, and experts of which no matrix can be read,
+    They contradict it if they have other bits or groups. One matrix of each projection and reader is read, and the
+    others must have its shapes. Whoever packs them checks the rest: stacks, and experts of which no matrix can be read,
     because ``intermediate`` may not be their width.
     """
     seen: dict[tuple[int, Projection], ExpertTensors] = {}

@@ -1,7 +1,7 @@
 """Random experts for ``--load-format dummy``.
 
-They are bytes of the right layout, without quantizing anything. What a kernel computes with them is finite and
-meaningless. They differ from expert to expert, so that computing with the wrong one is visible.
+Their bytes have the right layout, and nothing is quantized. What a kernel computes with them is finite and meaningless.
+They differ from expert to expert, so that computing with the wrong one is visible.
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ _BLOCK = 128
 class Curvature:
     """What GPTQ needs of a Hessian.
 
-    It is the same for every matrix that reads the same inputs.
+    Every matrix that reads the same inputs has the same curvature.
     """
 
     hessian: Tensor  # float32 [columns, columns], not damped
@@ -184,9 +184,9 @@ def _round_columns(weight: Tensor, grid: _Grid, factor: Tensor) -> Tensor:
 
 
 def _descend(codes: Tensor, weight: Tensor, grid: _Grid, hessian: Tensor) -> Tensor:
-    """Choose each column's codes once more, given all others.
+    """Choose each column's codes once more, given all others, for two readings.
 
-    There are two readings; layouts are as in `_round_columns`.
+    Layouts are as in `_round_columns`.
     """
     error = torch.cat([grid.read(codes, bin) - weight for bin in (1, grid.bin)], 1)
     weight = weight.repeat(1, 2)

@@ -1,7 +1,4 @@
-"""Matrices that another tool has quantized, and their exact packing.
-
-They are packed into our sections.
-"""
+"""Matrices that another tool quantized, and their exact packing into our sections."""
 
 import math
 from dataclasses import dataclass, replace
@@ -52,9 +49,9 @@ class Held:
         return replace(self, codes=self.codes[which], row_groups=self.row_groups[which])
 
     def filled(self, rows: int, columns: int) -> "Held":
-        """Return published floats of this shape.
+        """Return published floats of this shape, padded with zeros.
 
-        They are padded with zeros after the last row and column.
+        The padding comes after the last row and column.
         """
         below, right = rows - self.shape[0], columns - self.shape[1]
         return replace(
@@ -108,7 +105,7 @@ class Held:
     def check_scales(self, dtype: torch.dtype) -> None:
         """Raise ValueError for scales that cannot be kept.
 
-        These are scales that are not finite, or that the model's dtype would round. Published floats are never rounded.
+        Scales must be finite, and the model's dtype must not round them. Published floats are never rounded.
         """
         if self.zero_points is None:
             return

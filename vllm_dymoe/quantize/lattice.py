@@ -119,9 +119,9 @@ class _Rounding:
         divisors: Tensor,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Round a block of columns in their order; return what it passes on.
+        """Round a block of columns in their order; return the errors to pass on.
 
-        That is float32, shaped like ``left``, which is overwritten.
+        Errors are float32, shaped like ``left``, which is overwritten.
 
         Args:
             left: float32 [columns, streams, rows], the target of each column.

@@ -1,6 +1,6 @@
 """Reads config.json of a Mixture-of-Experts model.
 
-It reads what serving, packing and planning the experts need. The names below are the only table of the names that
+Only what serving, packing and planning the experts need is read. The names below are the only table of the names that
 families of models give their sizes, and where they nest them.
 """
 

@@ -1,7 +1,4 @@
-"""Quantizers: from real weights to codes, scales and zeros.
-
-And from these to one packed matrix.
-"""
+"""Quantizers: from real weights to codes and scales, and to a packed matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

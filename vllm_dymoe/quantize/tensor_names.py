@@ -43,10 +43,7 @@ class ExpertName:
 
     @property
     def of_model(self) -> bool:
-        """Whether the layers are the model's own.
-
-        Others are those of a draft or of another model.
-        """
+        """Whether the layers are the model's own, not a draft's or another model's."""
         return _OTHER_MODELS.isdisjoint(self.layers.split("."))
 
 
@@ -86,7 +83,7 @@ class Stacking:
     def split(self, matrix: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
         """Return views of one expert's part of a stack, for each projection.
 
-        They are [rows, columns], or [rows] for a bias.
+        Views are [rows, columns], or [rows] for a bias.
         """
         rows = matrix.t() if self.transposed else matrix  # t() does not change a bias
         return tuple(rows[part] for part in self.rows(rows.shape[0], projections))

@@ -1,6 +1,6 @@
 """Finds the tensors of a checkpoint, and copies some of them.
 
-They are copied byte for byte into shards of our own.
+Copies are made byte for byte, into shards of our own.
 """
 
 import json

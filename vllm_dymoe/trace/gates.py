@@ -48,9 +48,9 @@ def correction_name(scoring: Scoring) -> str:
 
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
-    """Return the scoring and the correction that are stored among tensors.
+    """Return the scoring and the correction stored among tensors.
 
-    They are stored as ``named_correction`` names them.
+    Tensors are named as by ``named_correction``; the correction is None if there is none.
     """
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
     for scoring in scorings:

@@ -121,7 +121,7 @@ class Trace:
     def by_request(self) -> Iterator[torch.Tensor]:
         """Yield the tokens of each request: int64 [tokens of the request].
 
-        They are in the order of positions, each once.
+        Each token comes once, in the order of positions.
         """
         order = self.in_order()
         _, counts = self.request[order].unique_consecutive(return_counts=True)

@@ -99,7 +99,7 @@ class HostStore(ABC):
     def lost(self, keys: Iterable[SliceKey]) -> str:
         """Return why slices could not be read while they were in use, as a sentence.
 
-        This can happen to slices of mapped files; empty if it did not.
+        Only slices of mapped files can be lost; empty if none was.
         """
         return ""
 

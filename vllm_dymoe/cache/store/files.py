@@ -167,8 +167,8 @@ class FileStore(HostStore):
     def rates(self) -> DiskRates:
         """Return the disk's rates, measured if needed.
 
-        They are the best that the first starts on this machine measured, a second each, and are stored next to the
-        files. StoreError if the files cannot be read.
+        The first starts on this machine measure for a second each; the best rates are stored next to the files.
+        StoreError if the files cannot be read.
         """
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:

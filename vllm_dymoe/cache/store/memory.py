@@ -17,7 +17,7 @@ _LEAST_LEFT = 2 << 30
 def smallest_host_cache(experts: ModelExperts) -> int:
     """Return the smallest budget of a host cache, in bytes.
 
-    It has room for two slices of each version of each kind of layers, one to read and one to fill.
+    The cache needs two slices of each version of each kind of layers, one to read and one to fill.
     """
     return 2 * sum(whole_pages(fmt.nbytes) for formats in experts.of_kinds for fmt in formats.values())
 

@@ -87,9 +87,9 @@ class Reader:
         return self, self
 
     def keeps(self, bits: Sequence[int]) -> bool:
-        """Return whether a store of these bit-widths holds the numbers as they are.
+        """Return whether a store of these bit-widths holds every layer as it is.
 
-        It must do so for every layer.
+        That is, whether codes and scales are kept unchanged.
         """
         return self.held and self.bits in bits
 
@@ -274,9 +274,9 @@ def kept_format(pair: tuple[Reader, Reader], like: ExpertFormat, rank_columns: i
 def own_formats(
     reader: Reader, layers: Mapping[int, int], usual: ExpertFormat, rank_columns: int, ranks: int
 ) -> dict[int, ExpertFormat]:
-    """Return the formats of layers whose format is not the usual one.
+    """Return the formats of layers that differ from the usual one.
 
-    With them the layers hold the checkpoint's numbers.
+    In these formats the layers hold the checkpoint's numbers.
 
     Args:
         layers: by their numbers in the store, those in the checkpoint's names.

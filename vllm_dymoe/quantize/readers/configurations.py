@@ -65,8 +65,8 @@ def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
 def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = None) -> Reader:
     """Return the reader for some experts.
 
-    It follows from the quantization_config and what is known of their tensors. Raises CheckpointError if none reads
-    them, or if experts of one layer have several formats.
+    The quantization_config and what is known of their tensors decide. Raises CheckpointError if no reader reads them,
+    or if experts of one layer have several formats.
     """
     found = make_readers(config, modules)
     if len(found) == 1:
@@ -187,7 +187,7 @@ def _mxfp8(config: Config) -> Reader:
 def _gptq_rule(config: Config, names: Names) -> Config | None:
     """Return the rule of GPTQModel's ``dynamic``.
 
-    It is that of the first matching expression; "-:" marks what is not quantized.
+    The first matching expression decides; "-:" marks what is not quantized.
     """
     plain = {key: value for key, value in config.items() if key != "dynamic"}
     for pattern, rule in (config.get("dynamic") or {}).items():
@@ -265,7 +265,7 @@ def _unreadable(found: str, readable: str) -> CheckpointError:
 def _modelopt_rule(config: Config, names: Names) -> Config | None:
     """Return the rule of ModelOpt's MIXED_PRECISION.
 
-    It names layers, or modules that contain them, one by one.
+    The configuration names layers, or modules that contain them, one by one.
     """
     described = describe_modelopt(config)
     if str(described.get("quant_algo")).upper() != "MIXED_PRECISION":

@@ -226,7 +226,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 def _order(part: str, parts: Mapping[str, Tensor], columns: int, group_size: int | None) -> Tensor:
     """Return the group of each column: int64 [columns].
 
-    It is taken from a tensor if there is one; otherwise groups are contiguous.
+    A tensor names the groups if there is one; otherwise they are contiguous.
     """
     if part not in parts:
         return blocks(columns, group_size)

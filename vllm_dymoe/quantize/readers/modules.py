@@ -96,7 +96,7 @@ def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModu
 def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) -> list[ExpertModule]:
     """Return modules that represent all others.
 
-    These are one expert of each layer and projection, and those that rules name by number.
+    One expert of each layer and projection suffices, in addition to those that rules name by number.
     """
     named = {int(number) for number in re.findall(r"experts\\*\.(\d+)", str(config))}
     kept: dict[object, ExpertModule] = {}

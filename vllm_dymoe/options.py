@@ -205,9 +205,9 @@ class Options(BaseModel):
     checksums: Literal["first", "always"] = "first"
     """When an expert's bytes are verified: when they are read from disk, or also when they come from the page cache."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
-    """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has, and on
-    a GPU measures steps of both at the first start and takes the faster one."""
+    """What happens to missing experts: "fetch" copies them to the device, "compute" lets the CPU execute them from host
+    memory once all slots are full, and "share" divides them by the measured rates of both. "auto" computes on a CPU
+    whatever memory or the page cache holds; on a GPU it measures steps at the first start and takes the faster way."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Maximum rows of an expert that the CPU computes for a device; an expert with more rows is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"

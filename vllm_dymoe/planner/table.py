@@ -330,10 +330,10 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
             staged, precisions, projections = table.staged[half].swapaxes(0, 1)
             first, count = table.staging[table.staged_for[half], code].tolist()
-            guessed = staged[(projections > 0) & (precisions == code)]
-            own = (guessed >= first) & (guessed < first + count)
+            predicted = staged[(projections > 0) & (precisions == code)]
+            own = (predicted >= first) & (predicted < first + count)
             assert own.all(), "a prediction lies in a slot that a layer keeps"
-            assert len(np.unique(guessed)) == len(guessed), "two predictions lie in one slot"
+            assert len(np.unique(predicted)) == len(predicted), "two predictions lie in one slot"
 
 
 def set_precision(

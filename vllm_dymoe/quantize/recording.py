@@ -126,6 +126,9 @@ class PartWriter:
         )
         try:
             self._file = create(self._unfinished, exclusive=False)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)  # left by a killed run
             write_at(self._file, header, 0)
@@ -133,6 +136,7 @@ class PartWriter:
             os.close(self._file)
             raise CalibrationError(f"another process is recording to {path.parent}; wait for it.") from None
         except OSError as error:
+            os.close(self._file)
             raise self._refused(error) from error
 
     def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:

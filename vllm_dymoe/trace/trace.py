@@ -77,7 +77,7 @@ class Trace:
             tensor = tensors.get(name)
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
                 raise TraceError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)} , but the header and other tensors need {dtype} "
+                    f"{name} are {tensor.dtype} {list(tensor.shape)}, but the header and other tensors need {dtype} "
                     f"{list(shape)}."
                 )
         if tokens == 0:

@@ -46,7 +46,10 @@ while True:
 
 
 class Unchecked(FileStore):
-    """A store that does not verify what it reads, and needs no thread more than the disk for it."""
+    """A store that does not verify what it reads.
+
+    So it needs no more threads than the disk does.
+    """
 
     @property
     def depth(self) -> int:

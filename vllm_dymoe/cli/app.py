@@ -88,8 +88,10 @@ def serve(
         Path | None, typer.Option(help="JSON file that describes a machine, to choose for that one; a dry run.")
     ] = None,
 ) -> None:
-    """Look at this machine and at MODEL, choose how to serve it, say why, and start `vllm serve` so; all arguments of
-    `vllm serve` can follow, and are never changed."""
+    """Choose how to serve MODEL on this machine, say why, and start `vllm serve`.
+
+    All arguments of `vllm serve` can follow; they are never changed.
+    """
     from vllm_dymoe.cli.serve import run
 
     run(model, context.args, machine, dry_run=dry_run, retune=retune)

@@ -5,8 +5,8 @@ right if issue is what bounds the one that was measured, as its share of memory'
 the other one before memory does.
 
 Large batches: the time in which a card issues the loops' instructions, one a clock for each of a processor's four
-parts, and the time of the products, padding included, at the rate that the card has reached with dense ones. If the two
-overlap a layer takes the longer one, and if they do not, their sum.
+parts, and the time of the products, padding included, at the rate that mma.sync can reach. If the two overlap, a layer
+takes the longer one, and if they do not, their sum.
 
 Estimates are no measurements; `gpu.py --parts decode` and `--parts prompts` are.
 """
@@ -27,8 +27,9 @@ ALONE, TWO = 502, 729
 TOKENS, MANY = (1, 16), (512, 2048)
 ISSUE = 132 * 4 * 1.755e9
 """Instructions of a warp that an H200 issues in a second, at its boost clock."""
-FLOPS = 684e12
-"""Of dense products in bfloat16 on that card, measured."""
+FLOPS, SYNCHRONOUS = 684e12, 0.629 * 989e12
+"""Of dense products in bfloat16 in a second: measured on that card; and by mma.sync, whose share of the peak is from
+"Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking" (arXiv 2402.13499)."""
 STRIP = 64 * 64
 """Weights of a warp's strip at 4 bits."""
 DECODED = 16
@@ -109,7 +110,7 @@ def large_batches(speeds: dict[str, dict]) -> None:
                     for tile in tiles_of(count, sorted(loops)):
                         instructions, rows = instructions + loops[tile], rows + tile
             issue, bound = 1e6 * strips * instructions / ISSUE, 1e6 * 2 * strips * STRIP * sum(counts) / FLOPS
-            products = bound * rows / sum(counts)
+            products = bound * FLOPS / SYNCHRONOUS * rows / sum(counts)
             measured = speeds.get(f"kernels, {layer.name}, 4 bits, {tokens} tokens", {}).get("measured")
             print(
                 f"| {layer.name}, {tokens} tokens | {'' if measured is None else f'{measured:.4g} us'} | "

@@ -119,7 +119,8 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     others = {"combine", "place", "decide", "copy_spans", "count", "list", "place_pairs"}
     others |= {"post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
     others |= {"name_experts", "judge_predicted", "list_predicted", "copy_predicted"}
-    assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
+    grouped = {"grouped_gate_up", "grouped_down", "mma_grouped_gate_up", "mma_grouped_down"}
+    assert {row["kernel"] for row in kept} == grouped | others
 
 
 def test_only_what_is_compiled_makes_a_row_stale(variants):

@@ -95,8 +95,8 @@ def decode(speeds: dict[str, dict]) -> None:
 def large_batches(speeds: dict[str, dict]) -> None:
     """Print the table of large batches, in Markdown."""
     loops = in_registers()
-    print("| 4 bits | measured without | rows with padding | issue | products | of the matrix rate |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| 4 bits | measured without | rows with padding | issue | products | ", end="")
+    print("of the matrix rate, one after the other | at the same time |\n" + "| --- " * 7 + "|")
     for tokens in MANY:
         for layer in LAYERS[:2]:
             strips = 3 * layer.hidden * layer.intermediate / STRIP
@@ -114,8 +114,8 @@ def large_batches(speeds: dict[str, dict]) -> None:
             measured = speeds.get(f"kernels, {layer.name}, 4 bits, {tokens} tokens", {}).get("measured")
             print(
                 f"| {layer.name}, {tokens} tokens | {'' if measured is None else f'{measured:.4g} us'} | "
-                f"{rows / sum(counts):.2f} | {issue:.3g} us | {products:.3g} us | "
-                f"{bound / (issue + products):.0%} to {bound / max(issue, products):.0%} |"
+                f"{rows / sum(counts):.2f} | {issue:.0f} us | {products:.0f} us | "
+                f"{issue + products:.0f} us, {bound / (issue + products):.0%} | {bound / max(issue, products):.0%} |"
             )
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,17 @@ def test_an_interruption_is_said_and_leaves_no_stamp(setup, monkeypatch, capsys)
     assert setup.main() == 130
     assert capsys.readouterr().err == "make setup: interrupted; the next one begins again.\n"
     assert not setup.STAMP.exists()
+
+
+def test_two_at_once_take_turns(setup, capsys):
+    with ThreadPoolExecutor(1) as pool:
+        with setup.alone():
+            second = pool.submit(setup.main)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.3)
+            assert not setup.VENV.exists()
+        assert second.result() == 0
+    assert "waiting for it" in capsys.readouterr().out
 
 
 def test_a_clone_that_is_the_working_directory_finds_its_kernels():

@@ -5,12 +5,15 @@ project's dependencies change.
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,15 +45,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         check_python()
-        existing = STAMP.read_text() if STAMP.is_file() else ""
-        device = choose_device(arguments.device, existing)
-        stamp = stamp_for(device)
-        if existing == stamp:
-            print(f"make setup: .venv is up to date ({device} build of vLLM).")
-            return 0
-        check_machine(device)
-        install(device, keep=existing.splitlines()[:1] == stamp.splitlines()[:1])
-        STAMP.write_text(stamp)
+        with alone():
+            set_up(arguments.device)
     except SetupError as error:
         print(f"make setup: {error}", file=sys.stderr)
         return 1
@@ -58,6 +54,32 @@ def main() -> int:
         print("make setup: interrupted; the next one begins again.", file=sys.stderr)
         return 130
     return 0
+
+
+def set_up(asked: str) -> None:
+    """Install what is missing, unless the stamp says that nothing is."""
+    existing = STAMP.read_text() if STAMP.is_file() else ""
+    device = choose_device(asked, existing)
+    stamp = stamp_for(device)
+    if existing == stamp:
+        print(f"make setup: .venv is up to date ({device} build of vLLM).")
+        return
+    check_machine(device)
+    install(device, keep=existing.splitlines()[:1] == stamp.splitlines()[:1])
+    STAMP.write_text(stamp)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait for another setup of this checkout: two would install into one environment at the same time."""
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("make setup: another one is running; waiting for it.", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class SetupError(Exception):

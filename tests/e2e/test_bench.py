@@ -1,11 +1,14 @@
 """``vllm-dymoe bench`` on the shipped model: rows through real engines, and a second run that finds them done."""
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.checkpoints import command
 from tests.e2e.engines import MODEL, needs_two_cores
+from tests.support.forked import run_module
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.rows import read_rows
 
@@ -34,11 +37,21 @@ def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch):
 
 
 @needs_two_cores
-def test_engines_of_data_parallelism_are_one_row(tmp_path):
+def test_engines_of_data_parallelism_are_one_row(tmp_path, monkeypatch):
+    started = []
+
+    def start(command, **how):
+        if command[1] != "-m":
+            return subprocess.run(command, **how)
+        started.append(command)
+        return run_module(command, **how)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=start, STDOUT=subprocess.STDOUT))
     asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
              "--dp", 2, "--ep", "--engine", '{"max_model_len": 256}', "--out", tmp_path]  # fmt: skip
     result = command(*map(str, asked))
     assert result.exit_code == 0, result.output
+    assert len(started) == 2
     for row in read_rows(tmp_path / "rows.jsonl")[1:]:
         measured = row["measured"]
         assert len(measured["outputs"]) == 4, "each engine has as many"

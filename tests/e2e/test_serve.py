@@ -34,21 +34,17 @@ def test_the_choice_is_printed_and_the_same_again(cache):
 
 
 class OneCommand(Server):
-    """Started by this project's command in place of vLLM's."""
+    """Started by this project's command in place of vLLM's, as a user starts it."""
 
-    def __init__(self, log, environment):
-        real = subprocess.Popen
-
-        def popen(command, **how):
-            return real([BIN / "vllm-dymoe", *command[1:]], **{**how, "env": how["env"] | environment})
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "Popen", popen)
-            super().__init__(MODEL, log)
+    def launch(self, command, output, environment):
+        command = [BIN / "vllm-dymoe", *command]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
-def test_it_becomes_a_server_that_answers(cache, tmp_path):
-    server = OneCommand(tmp_path / "log", cache)
+def test_it_becomes_a_server_that_answers(cache, tmp_path, monkeypatch):
+    for name, value in cache.items():
+        monkeypatch.setenv(name, value)
+    server = OneCommand(MODEL, tmp_path / "log")
     try:
         server.wait_until_ready()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")

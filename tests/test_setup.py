@@ -51,14 +51,14 @@ def setup(monkeypatch, tmp_path):
 def test_each_step_is_one_line_and_pip_s_own_are_in_a_file(setup, capsys):
     assert setup.main() == 0
     *steps, last = capsys.readouterr().out.splitlines()
-    assert len(steps) == 7
+    assert len(steps) == 8
     for line in steps:
         assert re.fullmatch(r"make setup: [A-Z].* \.\.\.( not there,)? \d+ s", line), line
     assert [line for line in steps if "not there" in line] == [line for line in steps if "+cpu ..." in line]
     assert re.fullmatch(r"make setup: \.venv has vLLM 0\.0 torch 0\.0; done in \d+ s\.", last)
     log = setup.LOG.read_text()
-    assert log.count("Requirement already satisfied: 100") == 4
-    assert log.count(f"$ {setup.VENV}/bin/python -m pip install") == 5
+    assert log.count("Requirement already satisfied: 100") == 5
+    assert log.count(f"$ {setup.VENV}/bin/python -m pip install") == 6
 
 
 def test_a_second_run_finds_that_nothing_changed(setup, capsys):
@@ -116,3 +116,17 @@ def test_a_source_distribution_has_every_header_of_the_native_library():
     root = Path(__file__).parents[1]
     (module,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert sorted(module["depends"]) == sorted(str(path.relative_to(root)) for path in root.glob("kernels/cpu/*.h"))
+
+
+def test_image_processors_can_be_imported_beside_a_cpu_build_of_torch():
+    """torch calls the entry point; without it, importing torchvision's CUDA build fails."""
+    torchvision = pytest.importorskip("torchvision")
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    picture = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    assert functional.resize(picture, [4, 4]).shape == (3, 4, 4)
+    if not torchvision.extension._has_ops():  # declared, and not computed
+        boxes, scores = torch.zeros(1, 4), torch.zeros(1)
+        with pytest.raises(NotImplementedError, match="nms"):
+            torch.ops.torchvision.nms(boxes, scores, 0.5)

@@ -15,6 +15,7 @@ from vllm_dymoe.options import Options
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.simulator import Model, Simulator, sessions
+from vllm_dymoe.planner.hotness import Swap
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.rule import HIGH
@@ -154,6 +155,25 @@ def test_moves_follow_traffic_and_no_step_waits(places):
     assert high.sum() <= sum(served.plan.quotas[Precision.HIGH])
     if places == "layer":
         assert (high <= served.plan.quotas[Precision.HIGH]).all()
+
+
+@pytest.mark.parametrize(("versions", "begun"), [((4, 2), 6), ((16, 4), 2)])
+def test_as_many_moves_begin_as_where_a_server_moves_them(versions, begun):
+    """Of a quarter of 16 seconds one is spent; nested moves of half a second each fill the other three."""
+    high, low = versions
+    window = {"window_s": 1e9, "in_flight": 2, "link_share": 0.25}
+    served = simulator({"policy": "dynaexq", "high": high, "low": low, "policy_options": window}, 0.75)
+    moves, held = served._moves, served.table.precision == HIGH
+    moves._busy, moves.moved, moves._spent = 1.0, 10, 5.0
+    up, down = (list(zip(*of.nonzero(), strict=True)) for of in (~held, held))
+    moves._planned.extend(Swap(1.0, one, other) for one, other in zip(up, down, strict=False))
+    assert len(moves._planned) > begun
+    served.now = 3.9
+    moves.turn()
+    assert not moves._flying, "a second of the link has to be paid for"
+    served.now = 16.0
+    moves.turn()
+    assert len(moves._flying) == begun
 
 
 def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none():

@@ -40,9 +40,6 @@ from vllm_dymoe.prefetch.pace import Pace
 from vllm_dymoe.trace.trace import Trace
 
 _PARTS = len(EVERY_PROJECTION)
-_MOVES_AT_ONCE = 64
-
-
 _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a CPU; seconds to the CPU worker and back
 
 
@@ -511,7 +508,7 @@ class _Moves:
         table.precision[:] = LOW
         table.precision[hottest(self.worth, self._places)] = HIGH
         self._planned, self._flying = deque[Swap](), list[tuple[Swap, _Copy]]()
-        self.moved = 0
+        self.moved, self._spent = 0, 0.0  # moves since the start, and the link's seconds for them
 
     def count(self, at: Routing, experts: Ints, rows: Ints) -> None:
         self._counts[0, at.layer, experts] += rows
@@ -531,8 +528,12 @@ class _Moves:
     def turn(self) -> None:
         """Publish moves that have arrived, end a window, and begin moves."""
         sim, table, migrating, now = self._sim, self._sim.table, self._migrating, self._sim.now
+        share = migrating.link_share * (now - self._began)
+        each = self._spent / self.moved if sim._nested and self.moved else 0.0
+        most = 0 if self._busy > share else migrating.at_once(share - self._busy, each)
         for swap, copy in list(self._flying):
             if not copy.left and copy.arrivals[-1] <= now:
+                self._spent += copy.spent
                 table.precision[swap.up] = HIGH
                 if swap.down is not None and not sim._nested:
                     table.precision[swap.down] = LOW
@@ -552,7 +553,6 @@ class _Moves:
             else:
                 found = layer_swaps(score, held, self._places, migrating.margin)
             self._planned = deque(found)
-        most = _MOVES_AT_ONCE if sim._nested else migrating.in_flight
         while self._planned and len(self._flying) < most:
             swap = self._planned.popleft()
             if table.precision[swap.up] == HIGH or (swap.down and table.precision[swap.down] != HIGH):

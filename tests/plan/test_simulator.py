@@ -191,6 +191,24 @@ def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none()
     assert rows[1].seconds[-1] > rows[3].seconds[-1]
 
 
+def test_in_prompts_experts_of_the_tokens_with_most_attention_are_high():
+    """One token gets all attention, so of each layer's experts its own are the most important ones (Eq. 2)."""
+    given = {"policy": "dymoe-paper", "low": 0, "policy_options": {"retention": 0.1, "heavy_share": 1 / 24}}
+    step = next(iter(sessions(TRACE)))
+    assert step.phase is Phase.PREFILL
+    for heavy in (3, 17):
+        attention = torch.zeros(len(TRACE.request), LAYERS)
+        attention[step.tokens[heavy]] = 1.0
+        served = simulator(given, attention=attention)
+        for layer in range(LAYERS):
+            own = set(TRACE.experts[step.tokens[heavy], layer].tolist())
+            chosen = set(served._wanted(served._routing(step, layer)))
+            assert chosen, "the ceiling of Eq. 5 leaves one"
+            assert chosen <= own or own <= chosen
+    every = simulator(given)
+    assert bool(every._routing(step, 0).prompt.heavy.all()), "nothing is known of attention"
+
+
 def test_costs_are_data_with_sources():
     found = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
     assert set(found["sources"]) == set(found) - {"sources"}

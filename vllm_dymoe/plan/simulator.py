@@ -29,6 +29,7 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device, ExpertRate
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
+from vllm_dymoe.planner.importance import mark_heavy_hitters
 from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
@@ -182,12 +183,13 @@ class _Copy:
 
 class Simulator:
     """Serves steps of a trace on a device. ``fetches_all`` does not cancel what was predicted in vain (MoESys). A rank
-    that has some of the experts has those of the model from ``first_expert`` on."""
+    that has some of the experts has those of the model from ``first_expert`` on. ``attention`` is what each token of a
+    prompt gets in each layer (Eq. 1 of DyMoE), float32 [tokens, layers]; without it all tokens are heavy hitters."""
 
     def __init__(
         self, trace: Trace, model: Model, options: Options, policy: Policy, device: Device, costs: Costs, limit: int,
         *, predictor: Predictor | None = None, fetches_all: bool = False, dtype: torch.dtype = torch.float32,
-        first_expert: int = 0,
+        first_expert: int = 0, attention: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model, self.policy, self.device, self.costs = model, policy, device, costs
         self.options, self.predictor, self._fetches_all, self._dtype = options, predictor, fetches_all, dtype
@@ -230,14 +232,14 @@ class Simulator:
         if precision.link_share is not None:
             self._dial = LinkShare(precision.thresholds, precision.link_share, clock=lambda: self.now)
         self._moves = _Moves(self) if policy.residency.migrating is not None else None
-        self.tell(trace)
+        self.tell(trace, attention)
 
-    def tell(self, trace: Trace) -> None:
+    def tell(self, trace: Trace, attention: torch.Tensor | None = None) -> None:
         """Continue with another trace of the same model; slots and learnt state stay."""
         own = trace.experts.int() - self._first_expert
         self.trace, self._gates = trace, trace.weights.float()
         self._ids = torch.where((own >= 0) & (own < self._each), own, -1)
-        self._inputs = trace.router_inputs
+        self._inputs, self._attention = trace.router_inputs, attention
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -259,8 +261,12 @@ class Simulator:
     def _routing(self, step: Step, layer: int) -> Routing:
         tokens, prompt, layers = torch.from_numpy(step.tokens), None, len(self.model.experts.layers)
         if step.phase is Phase.PREFILL:
-            rows = torch.ones(len(tokens), dtype=torch.bool)
-            prompt = PromptTokens(rows, rows, False)
+            rows, share = torch.ones(len(tokens), dtype=torch.bool), self.policy.precision.heavy_hitters
+            heavy = rows
+            if share is not None and self._attention is not None:
+                heavy = torch.zeros_like(rows)
+                mark_heavy_hitters(self._attention[tokens, layer], share, heavy)
+            prompt = PromptTokens(rows, heavy, False)
         x = torch.empty(len(tokens), 0) if self._inputs is None else self._inputs[tokens, layer].to(self._dtype)
         weights = self._gates[tokens, layer]
         return Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt)

@@ -37,7 +37,7 @@ def test_the_version_is_the_same_everywhere():
     assert f"## [{vllm_dymoe.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-SERVING = ("cache", "executor", "planner", "prefetch", "server", "vllm_plugin")
+SERVING = ("../kernels", "cache", "executor", "planner", "prefetch", "server", "vllm_plugin")
 
 
 def test_tensors_that_serve_name_their_dtype():
@@ -52,7 +52,7 @@ def test_tensors_that_serve_name_their_dtype():
             }
             empty = any(isinstance(size, ast.Constant) and size.value == 0 for size in node.args)
             if makes and not empty and not any(keyword.arg in (None, "dtype") for keyword in node.keywords):
-                unnamed.append(f"{path.relative_to(ROOT / 'vllm_dymoe')}:{node.lineno}")
+                unnamed.append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
     assert unnamed == []
 
 

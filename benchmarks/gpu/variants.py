@@ -332,13 +332,43 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
 
 @cache
 def _code(module: str) -> str:
-    """Return a module without comments and docstrings, which change no machine code."""
-    tree = ast.parse((Path(launch.__file__).parent / f"{module}.py").read_text())
+    """Return the part of a module that becomes machine code: its compiled functions, and what they use.
+
+    Comments and docstrings change no machine code. Functions of the host do not either: the arguments with which they
+    launch kernels are hashed as arguments.
+    """
+    return _compiled_part((Path(launch.__file__).parent / f"{module}.py").read_text())
+
+
+def _compiled_part(source: str) -> str:
+    statements = ast.parse(source).body
+    kept = [part for part in statements if isinstance(part, ast.FunctionDef) and _is_compiled(part)]
+    used: set[str] = set()
+    while more := {node.id for part in kept for node in ast.walk(part) if isinstance(node, ast.Name)} - used:
+        used |= more
+        kept = [part for part in statements if part in kept or _binds(part, used)]
+    tree = ast.Module(kept, type_ignores=[])
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+        elif isinstance(body, list):
             node.body = [part for part in body if not _is_text(part)] or [ast.Pass()]
     return ast.unparse(tree)
+
+
+def _is_compiled(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in function.decorator_list)
+
+
+def _binds(statement: ast.stmt, names: set[str]) -> bool:
+    """Return whether a statement of a module defines, assigns or imports one of `names`."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return statement.name in names
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return any((alias.asname or alias.name) in names for alias in statement.names)
+    bound = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return not names.isdisjoint(bound)
 
 
 def _is_text(statement: ast.stmt) -> bool:

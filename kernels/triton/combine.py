@@ -39,7 +39,7 @@ def _compile(hidden: int, top_k: int, dtype: torch.dtype, ids: torch.dtype, devi
     """Compile all variants, so that no later request waits for the compiler, whichever pairs are absent in it."""
     row = torch.empty(1, hidden, dtype=dtype, device=device)
     out = row.expand(top_k, hidden)
-    weights = torch.empty(1, top_k, device=device)
+    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
     expert_ids = torch.empty(1, top_k, dtype=ids, device=device)
     skipped = torch.empty(1, dtype=torch.int32, device=device)
     with compiling_together():

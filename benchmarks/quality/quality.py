@@ -159,9 +159,9 @@ class Measurement:
                 yield self.row("papers", place, row, decode=decode)
         for policy in ("dynaexq-paper", "dynaexq"):
             kind = Kind(f"{policy}, 16/4, 70 % of the bytes", policy, {}, 16, 4)
-            for decode in (False, True):
-                place = {"experts": kind.name, "quantizer": "rtn", "phase": "decode" if decode else "prompt"}
-                yield {**place, **self._rescues().read("rtn", 0.7, kind, decode=decode, link_gbps=None)}
+            for phase, found in self._rescues().read("rtn", 0.7, kind, link_gbps=None).items():
+                del found["ms"]
+                yield {"experts": kind.name, "quantizer": "rtn", "phase": phase, **found}
 
     def pruning(self) -> Iterator[dict[str, Any]]:
         """Yield DyMoE's Figure 3: prompts in which a part of the experts is skipped."""

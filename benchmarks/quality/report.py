@@ -24,6 +24,11 @@ def lost(row: Row) -> list[str]:
     ]
 
 
+def number(value: float | None, digits: int) -> str:
+    """Return a cell of a table, empty for what was not measured."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
 def find(rows: list[Row], **wanted: Any) -> Row | None:
     """Return the first row with these values, if there is one."""
     return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), None)
@@ -132,12 +137,10 @@ def rescues(rows: list[Row]) -> Table:
     lines = []
     for row in rows:
         place = {key: row[key] for key in ("residuals", "quantizer", "phase")}
-        four = find(rows, experts="uniform 4", **place)
-        share = f"{row['fetched_per_token'] / four['fetched_per_token']:.0%}" if four and row is not four else ""
-        fetched = [f"{row['fetched_per_token']:.2f}", f"{row['kib_per_token']:.1f}", share]
-        lines.append(
-            [f"{row['residuals']:.0%}", row["experts"], row["quantizer"], row["phase"], lost(row)[-1], *fetched]
-        )
+        four, fetched = find(rows, experts="uniform 4", **place), row["fetched_per_token"]
+        share = f"{fetched / four['fetched_per_token']:.0%}" if four and row is not four else ""
+        moved = [number(fetched, 2), number(row["kib_per_token"], 1), share]
+        lines.append([f"{row['residuals']:.0%}", row["experts"], row["quantizer"], row["phase"], lost(row)[-1], *moved])
     head = ["residual slices", "experts", "quantizer", "phase", "KL, millinats", "slices a token", "KiB a token"]
     return [*head, "slices, of uniform 4"], lines
 

@@ -8,7 +8,7 @@ The texts that choose high sets and thresholds are not those that are measured.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.planner.rule import HIGH
 
 SHARES = (0.5, 0.25)
-FETCHED = 0.2  # most slices that thresholds let through, of those that uniform 4 bits fetches
+FETCHED = 0.2  # most slices to fetch, of those that uniform 4 bits fetches
+MARGIN = 0.75  # part of FETCHED that a threshold lets through on the texts that choose it, because others differ
 QUANTIZERS = ("gptq", "e8")
 _WARM = 4  # texts of a domain that choose the high set
 _CHOOSING = 2  # further texts of a domain, whose first tokens choose the threshold
@@ -68,10 +69,9 @@ class Rescues:
             for share in SHARES:
                 for kind in self.kinds(quantizer, share):
                     place = {"residuals": share, "quantizer": quantizer, "experts": kind.name}
-                    for decode in (True, False):
-                        found = self.read(quantizer, share, kind, decode=decode)
+                    for phase, found in self.read(quantizer, share, kind).items():
                         del found["ms"]
-                        yield {**place, "phase": "decode" if decode else "prompt", **found}
+                        yield {**place, "phase": phase, **found}
 
     def kinds(self, quantizer: str, share: float) -> list[Kind]:
         """Return the policies, ``adaptive`` with the threshold that other texts choose."""
@@ -84,7 +84,7 @@ class Rescues:
         ]
 
     def threshold(self, quantizer: str, share: float) -> float:
-        """Return the least threshold, in hundredths, that lets through FETCHED of what is missing in decode."""
+        """Return the least threshold, in hundredths, that lets through so much of what is missing in decode."""
         missing: list[float] = []
         for domain in DOMAINS:
             self._serve(quantizer, share, Kind("", "dynaexq", {}), self._warm[domain])
@@ -100,34 +100,45 @@ class Rescues:
             serving.forward = seen  # type: ignore[method-assign]
             self._bench.read_each(self._choosing[domain], decode=True)
             del serving.forward
-        return math.ceil(100 * float(np.quantile(missing, 1 - FETCHED))) / 100
+        return math.ceil(100 * float(np.quantile(missing, 1 - FETCHED * MARGIN))) / 100
 
     def read(
-        self, quantizer: str, share: float, kind: Kind, *, decode: bool, link_gbps: float | None = _FAST_GBPS,
-        settles: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return losses, and slices, bytes and milliseconds for each token; without a link nothing is fetched.
+        self, quantizer: str, share: float, kind: Kind, *, phases: Sequence[bool] = (True, False),
+        link_gbps: float | None = _FAST_GBPS, settles: bool = False,
+    ) -> dict[str, dict[str, Any]]:  # fmt: skip
+        """Return losses, and slices, bytes and milliseconds for each token, by phase.
 
-        With ``settles`` other texts are decoded before, so that a threshold that follows the link has moved.
+        Args:
+            phases: whether texts are decoded, in order.
+            link_gbps: rate of an emulated card's link; None for a CPU, which fetches nothing.
+            settles: decode other texts before, so that a threshold that follows the link has moved.
         """
-        scores: list[torch.Tensor] = []
-        slices = nbytes = 0
-        seconds = 0.0
-        texts = self._texts[decode]
-        each = len(texts) // len(DOMAINS)
+        scores: dict[bool, list[torch.Tensor]] = {decode: [] for decode in phases}
+        slices, nbytes, seconds = dict.fromkeys(phases, 0), dict.fromkeys(phases, 0), dict.fromkeys(phases, 0.0)
         for number, domain in enumerate(DOMAINS):
             self._serve(quantizer, share, kind, self._warm[domain], link_gbps)
             if settles:
                 self._bench.read_each(self._choosing[domain], decode=True)
-            self._bench.server.reset_stats()
-            begun = time.perf_counter()
-            scores += self._bench.read_each(texts[number * each : (number + 1) * each], decode=decode)
-            seconds += time.perf_counter() - begun
-            stats = self._bench.server.stats()
-            slices, nbytes = slices + stats.transfers["demand"], nbytes + stats.bytes_moved["demand"]
-        tokens = sum(map(len, texts))
-        moved = {"fetched_per_token": slices / tokens, "kib_per_token": nbytes / 1024 / tokens}
-        return {**losses(Scores(scores), self._reference[decode], texts), **moved, "ms": 1e3 * seconds / tokens}
+            for decode in phases:
+                each = len(self._texts[decode]) // len(DOMAINS)
+                self._bench.server.reset_stats()
+                begun = time.perf_counter()
+                texts = self._texts[decode][number * each : (number + 1) * each]
+                scores[decode] += self._bench.read_each(texts, decode=decode)
+                seconds[decode] += time.perf_counter() - begun
+                stats = self._bench.server.stats()
+                slices[decode] += stats.transfers["demand"]
+                nbytes[decode] += stats.bytes_moved["demand"]
+        found = {}
+        for decode in phases:
+            texts, tokens = self._texts[decode], sum(map(len, self._texts[decode]))
+            found["decode" if decode else "prompt"] = {
+                **losses(Scores(scores[decode]), self._reference[decode], texts),
+                "fetched_per_token": slices[decode] / tokens,
+                "kib_per_token": nbytes[decode] / 1024 / tokens,
+                "ms": 1e3 * seconds[decode] / tokens,
+            }
+        return found
 
     def _serve(
         self, quantizer: str, share: float, kind: Kind, warm: list[list[int]], link_gbps: float | None = None

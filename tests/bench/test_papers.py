@@ -55,16 +55,15 @@ def test_verdicts_follow_from_the_numbers(page):
 
 
 def test_aims_are_missed_where_the_numbers_say_so(page, monkeypatch):
-    rows, card = page._quality_rows("rescues"), json.loads(page._CARD.read_text())
-    before = {aim: verdict for aim, _, verdict in page._aims()}
-    assert set(before.values()) <= {"**holds**", "**missed**"}
-    worse = [{**row, "kl_nats": 1.0, "fetched_per_token": 9.0} for row in rows if row["experts"] != "uniform 4"]
-    same = [row for row in rows if row["experts"] == "uniform 4"]
-    monkeypatch.setattr(page, "_quality_rows", lambda section: worse + same)
-    slow = {**card, "rows": [{**row, "ms": 1e3 if row["policy"] == "adaptive" else 1.0} for row in card["rows"]]}
-    monkeypatch.setattr(page.json, "loads", lambda text: slow)
-    assert {verdict for _, _, verdict in page._aims()} == {"**missed**"}
-    assert len(before) == 10
+    rows, card = page._quality_rows("rescues"), page._card()
+    before = page._aims()
+    assert len(before) >= 7
+    assert all(verdict.startswith(("**holds**", "**missed**")) for _, _, verdict in before)
+    worse = [{**row, "kl_nats": 1.0, "fetched_per_token": 1.0} for row in rows]
+    monkeypatch.setattr(page, "_quality_rows", lambda section: worse)
+    slow = [{**row, "ms": 1.0 if row["policy"] == "dynaexq" else 1e3, "fetched_per_token": 1.0} for row in card["rows"]]
+    monkeypatch.setattr(page, "_card", lambda: {**card, "rows": slow})
+    assert all(verdict.startswith("**missed**") for _, _, verdict in page._aims())
 
 
 @pytest.mark.parametrize("seed", range(4))

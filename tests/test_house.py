@@ -56,6 +56,20 @@ def test_tensors_that_serve_name_their_dtype():
     assert unnamed == []
 
 
+def test_docstrings_begin_with_a_short_summary():
+    """The first line stands alone in editors, listings and the rendered API (PEP 257)."""
+    long = []
+    for path in (path for folder in ("vllm_dymoe", "kernels") for path in (ROOT / folder).rglob("*.py")):
+        if path == ROOT / "vllm_dymoe/cli/app.py":  # its docstrings are help texts
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                summary, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                if len(summary) > 80 or (rest and not rest.startswith("\n")):
+                    long.append(f"{path.relative_to(ROOT)}: {summary}")
+    assert long == []
+
+
 def test_importing_the_package_imports_nothing_heavy():
     program = (
         "import sys, vllm_dymoe; print(sorted({'torch', 'vllm', 'transformers', 'pydantic'} & sys.modules.keys()))"

@@ -1,4 +1,4 @@
-"""How much of dynaexq's loss the policy ``adaptive`` avoids, the slices it fetches for that, and the time it takes.
+"""How much of dynaexq's loss ``adaptive`` avoids, and what it fetches for that.
 
 Both are compared with uniform 4 bits: what fetches every missing residual slice of the same high set, and ``exact``
 with as many bytes. The engine computes on an emulated card, so that what is fetched crosses a link.
@@ -64,7 +64,10 @@ class Rescues:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each policy at each share of residual slices, by quantizer, in both phases."""
+        """Yield each policy at each share of residual slices.
+
+        There are rows for each quantizer, in both phases.
+        """
         for quantizer in QUANTIZERS:
             for share in SHARES:
                 for kind in self.kinds(quantizer, share):
@@ -143,9 +146,10 @@ class Rescues:
     def _serve(
         self, quantizer: str, share: float, kind: Kind, warm: list[list[int]], link_gbps: float | None = None
     ) -> None:
-        """Serve after one window of the domain's traffic, and all moves that followed from it.
+        """Serve after one window of the domain's traffic.
 
-        ``share`` is that of the residual slices; where versions are not nested, of the bytes of all experts at high.
+        All moves that followed from it are done. ``share`` is that of the residual slices; where versions are not
+        nested, of the bytes of all experts at high.
         """
         bench, moves = self._bench, kind.policy != "exact"
         if kind.high == 4:

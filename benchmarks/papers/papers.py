@@ -309,7 +309,7 @@ def duoserve(bench: Bench) -> dict[str, Any]:
 
 
 def firm(bench: Bench) -> dict[str, Any]:
-    """Return Tables 1 and 2, and Figures 4 to 7."""
+    """Return Tables 1 and 2, and Figures 4, 6 and 7."""
     device = find_device("rtx3090", None)
     parts = partial(policy, "compared", 16, evicts="least recent")
     rows = {
@@ -343,7 +343,15 @@ def firm(bench: Bench) -> dict[str, Any]:
         name: parts(ahead="votes", projections=1, k=3, weights=of[:3], least=of[3]) for name, of in votes.items()
     }
     named = {name: bench.row(of, shares["256"], QWEN15, device) for name, of in strategies.items()}
-    # Figure 5: 256 experts of each model; Fiddler executes misses on the CPU where that is faster.
+    return {"caches": found, "no host, 256": quick, "grid": grid, "named": named}
+
+
+def lengths(bench: Bench) -> dict[str, Any]:
+    """Return FIRM-MoE's Figure 5: tokens per second by model, system and lengths.
+
+    The cache has 256 experts. Fiddler executes misses on the CPU where that is faster.
+    """
+    device = find_device("rtx3090", None)
     with_cpu = replace(device, host=_HOST)
     systems = {
         "All (firm-paper)": (policy("firm-paper", 16), device),
@@ -352,14 +360,13 @@ def firm(bench: Bench) -> dict[str, Any]:
         "load on demand": (policy("on-demand", 16), device),
     }
     models = {"OLMoE-1B-7B": OLMOE, "Qwen1.5-MoE-A2.7B": QWEN15, "DeepSeek-MoE-16B": DEEPSEEK16}
-    lengths = {
+    return {
         model: {
             system: bench.lengths(of, 256 / (sizes.layers * sizes.each), sizes, on)
             for system, (of, on) in systems.items()
         }
         for model, sizes in models.items()
     }
-    return {"caches": found, "no host, 256": quick, "grid": grid, "named": named, "lengths": lengths}
 
 
 def memory(bench: Bench) -> dict[str, Any]:
@@ -448,7 +455,8 @@ def adaptive(bench: Bench) -> dict[str, Any]:
 
 
 SECTIONS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
-    "dymoe": dymoe, "duoserve": duoserve, "memory": memory, "firm": firm, "dynaexq": dynaexq, "adaptive": adaptive
+    "dymoe": dymoe, "duoserve": duoserve, "memory": memory, "firm": firm, "lengths": lengths, "dynaexq": dynaexq,
+    "adaptive": adaptive,
 }  # fmt: skip
 
 

@@ -88,20 +88,25 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
     folder = folder_of(name, work)
     model, (prompts, asked) = read_model(str(folder)), workload(name)
     options = open_options(model)
+    engines: dict[str, list[dict[str, Any]]] = {}  # budgets change while an engine runs
+    for of in options:
+        engines.setdefault(json.dumps({key: of[key] for key in of if key != "expert_budget"}), []).append(of)
     rows: dict[str, list[dict[str, float]]] = {json.dumps(of): [] for of in options}
     complete = True
     for number in range(rounds):
-        for of in options:
-            given = {key: value for key, value in of.items() if key != "expert_budget"}
-            subject = Subject(json.dumps(of), given)
-            engine = {"max_model_len": LENGTH}
-            cases = [Case(str(folder), subject, of["expert_budget"], batch, asked, engine) for batch in BATCHES]
-            known = work / "rows" / name / f"{number}-{options.index(of)}"
+        for place, (given, of_engine) in enumerate(engines.items()):
+            known = work / "rows" / name / f"{number}-{place}"
             if time.time() > end and not (known / "rows.jsonl").is_file():
                 complete = False
                 continue
-            found = measure(cases, prompts, known)
-            rows[subject.label].append({str(row["batch"]): 1e3 / row["measured"]["tpot_ms"]["median"] for row in found})
+            subject = Subject(given, json.loads(given))
+            engine = {"max_model_len": LENGTH}
+            cases = [Case(str(folder), subject, of["expert_budget"], batch, asked, engine)
+                     for of in of_engine for batch in BATCHES]  # fmt: skip
+            found = [1e3 / row["measured"]["tpot_ms"]["median"] for row in measure(cases, prompts, known)]
+            for at, of in enumerate(of_engine):
+                mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
+                rows[json.dumps(of)].append(dict(zip(map(str, BATCHES), mine, strict=True)))
     machine = machine_of(model, work)
     start = choose(machine, model, Asked(max_model_len=LENGTH))
     settled = {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
@@ -262,7 +267,7 @@ def page(results: Results) -> None:
 
 def _speeds(of: Mapping[str, Any]) -> str:
     summary, plans, texts = [], [], []
-    for name in (name for name in NAMES if name in of):
+    for name in (name for name in NAMES if any(row["chosen"] for row in of.get(name, {"rows": ()})["rows"])):
         rows = of[name]["rows"]
         (mine,) = [row for row in rows if row["chosen"]]
         best = {batch: max(row["measured"][batch] for row in rows) for batch in mine["measured"]}

@@ -167,7 +167,9 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
     found = None if retune else kept_beside(kept, probe.key, Machine)
     if found is None:
         command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Threads that wait without spinning: on a busy machine spinning ones take a hundred times as long.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise ConfigError(f"this machine could not be measured:\n{done.stderr[-2000:]}")
         found = Machine.model_validate_json(done.stdout.splitlines()[-1])

@@ -373,10 +373,11 @@ class ModelStore:
         where vLLM moves experts, or with a draft.
         """
         config, spec = self._vllm_config, self.layers[0]
+        if self.dummy or not self._content or set(self._options.stored_bits) != {16} or self._formats is not None:
+            return None
         parallel = config.parallel_config
         alone = spec.ranks == spec.expert_ranks == 1 and not parallel.enable_eplb and not replicated(parallel)
-        drafts = config.speculative_config is not None or self._formats is not None
-        if self.dummy or not self._content or set(self._options.stored_bits) != {16} or drafts or not alone:
+        if not alone or config.speculative_config is not None:
             return None
         assert self.place is not None
         if not (self._room.separate or self.place.pinned):

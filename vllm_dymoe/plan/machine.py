@@ -47,6 +47,7 @@ _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _EXPERT_BYTES = 256 << 20  # of random experts at most: more than caches hold
 _ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
 _BITS = 4  # of the experts that are timed
+_MATRICES = 2  # of a layer outside of its experts: queries, keys and values, and what maps attention back
 _LONGEST = 1.0  # seconds that one thing is repeated
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
 _LEFT_SHARE, _LEFT_LEAST = 10, 2 << 30  # of host memory, what stays free, as ``host_store`` "auto" has it
@@ -282,19 +283,21 @@ def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
 def _dense_rates(probe: Probe) -> tuple[DenseRate, ...]:
     """The rates of dense layers at 16 and at 8 bits, each layer with its own weights, as many as layers of experts."""
     columns, found = probe.hidden, list[DenseRate]()
-    rows = max(64, probe.dense // columns)
-    count = max(1, min(probe.layers, _EXPERT_BYTES // (2 * rows * columns)))
+    rows = max(64, probe.dense // columns // _MATRICES)
+    count = max(1, min(probe.layers, _EXPERT_BYTES // (2 * _MATRICES * rows * columns))) * _MATRICES
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(rows, columns, generator=generator).bfloat16() for _ in range(count)]
     layers: dict[int, Sequence[Callable[[torch.Tensor], object]]] = {
         16: [partial(torch.nn.functional.linear, weight=weight) for weight in plain]
     }
+    kept = []
     if native.load() is not None and columns % 64 == 0:
         fmt = MatrixFormat(rows, columns, encoding_of(8), 64, torch.bfloat16)
         packed = [map_bytes(fmt.nbytes) for _ in range(count)]
         for section in packed:
             fill_randomly(fmt, section, generator)
-        layers[8] = [Linear(fmt.view(section)) for section in packed]
+            kept.append(Linear(fmt.view(section)))
+        layers[8] = [partial(torch.ops.vllm_dymoe.linear, packed=section, rows=rows) for section in packed]
     for bits, of_bits in layers.items():
         for tokens in _ROWS:
             x = torch.randn(tokens, columns, generator=generator).bfloat16()

@@ -6,7 +6,6 @@ GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`). Routers, and layers whose weights a
 
 import re
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
@@ -29,7 +28,6 @@ _PACKED = re.compile(
     r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
     r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
 )
-_LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
 
 
 def packed_method(
@@ -73,7 +71,6 @@ def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
     layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
-    _LINEARS[layer.packed.data_ptr()] = layer.linear
     return layer.packed
 
 
@@ -111,17 +108,3 @@ class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
 
 class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
     """The method of a packed LM head."""
-
-
-def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
-
-
-def _linear_fake(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

@@ -1,4 +1,6 @@
-"""The models of the benchmark: the shipped one, one of Qwen3-30B-A3B's sizes, and a checkpoint of each format.
+"""The models of the benchmark: the shipped one, a wide one, and a checkpoint of each format.
+
+The wide one has Qwen3-30B-A3B's sizes and fewer layers.
 
 The checkpoints are the shipped model with random experts in the formats of other tools. Their answers mean nothing;
 their bytes, and the kernels that read them, are those of real checkpoints.

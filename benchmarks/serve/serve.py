@@ -1,4 +1,4 @@
-"""Is what ``vllm-dymoe serve`` chooses the fastest here, as fast as it says, and how long do starts and prompts take?
+"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says? How long do starts and prompts take?
 
     python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, of two quiet cores
     python benchmarks/serve/serve.py starts                # five minutes, 15 GB of disk, 10 GiB of memory
@@ -66,7 +66,7 @@ class Results:
 
 
 def open_options(model: Model) -> list[dict[str, Any]]:
-    """Every combination of what is open on a CPU: precisions that are good enough, dense layers, and places."""
+    """Every combination of what is open on a CPU."""
     precisions: list[dict[str, Any]] = [{}] if "high" in model.fixed else [{"high": 4}, {"high": 8}]
     dense: list[dict[str, Any]] = [{}] if model.quantized else [{"dense": 16}, {"dense": 8}]
     return [{**high, **of, **place} for high in precisions for of in dense for place in PLACES]
@@ -84,7 +84,7 @@ def workload(name: str) -> tuple[PromptSet, Workload]:
 
 
 def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> bool:
-    """Measure one model's combinations until ``end``; return whether there is nothing left to measure."""
+    """Measure a model's combinations until ``end``; return whether all are measured."""
     folder = folder_of(name, work)
     model, (prompts, asked) = read_model(str(folder)), workload(name)
     options = open_options(model)
@@ -137,7 +137,7 @@ def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[
 
 
 def starts(work: Path, results: Results) -> None:
-    """Measure first and second starts of two models, and filling memory against reading the bytes once."""
+    """Measure first and second starts of two models."""
     found = {}
     for name in ("shipped", WIDE):
         store = work / "store" / name
@@ -205,7 +205,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def read_once(folder: Path) -> None:
-    """Read a store's files past the page cache, as fast as the disk gives them: large pieces, several at once."""
+    """Read a store's files past the page cache, in large pieces, several at once."""
     from concurrent.futures import ThreadPoolExecutor
 
     from vllm_dymoe.cache.pages import map_bytes

@@ -28,9 +28,9 @@ class Costs:
 
     @classmethod
     def on_cpu(cls, operation: float) -> "Costs":
-        """Those of a CPU that computes experts in place, on which a small operation takes so many seconds.
+        """Those of a CPU on which a small operation takes so many seconds.
 
-        vLLM's own work is counted in such operations, because it is bound by Python there.
+        It computes experts in place. vLLM's own work is counted in such operations: Python bounds it there.
         """
         counts = _read()["cpu"]
         layer, step, request = (counts[name] * operation for name in ("layer", "step", "request"))

@@ -91,7 +91,7 @@ class Device:
         return _key(self.name)
 
     def dense_seconds(self, nbytes: float, bits: int, tokens: int) -> float:
-        """Return the seconds of so many bytes of dense weights, multiplied with so many tokens."""
+        """Return the seconds in which dense weights are multiplied with so many tokens."""
         weights = 8 * nbytes / bits
         if not (known := [rate for rate in self.dense if rate.bits == bits]):
             return max(nbytes / self.bandwidth, 2 * weights * tokens / self.compute)

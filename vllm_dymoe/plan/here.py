@@ -1,4 +1,4 @@
-"""What is chosen for a model on this machine: measured and planned once, and kept for the next start.
+"""What is chosen for a model on this machine, kept for the next start.
 
 Kept by machine, card, driver, storage and model, and by what the user's arguments say; if one of these changes, it is
 made again.
@@ -22,7 +22,9 @@ STARTS = "starts.json"  # file name, in the cache folder
 def choose_here(
     model: Model, asked: Asked, arguments: Sequence[str] = (), *, retune: bool = False
 ) -> tuple[Machine, Start]:
-    """Return this machine and what was chosen for it; ConfigError if it cannot be measured, or if nothing fits.
+    """Return this machine, and what was chosen for a model on it.
+
+    ConfigError if the machine cannot be measured, or if nothing fits.
 
     Args:
         arguments: what else is part of the question.

@@ -212,8 +212,10 @@ def measure(probe: Probe) -> Machine:
 
 
 def _fastest(action: Callable[[], object], times: int = 5) -> float:
-    """Return the fewest seconds of some repetitions, because what else runs only adds to them; at most a second of them
-    on a busy machine."""
+    """Return the fewest seconds of some repetitions: what else runs only adds to them.
+
+    On a busy machine there are as many of them as begin within a second.
+    """
     seconds = list[float]()
     while len(seconds) < times and (not seconds or sum(seconds) < _LONGEST):
         begin = time.perf_counter()
@@ -248,7 +250,10 @@ def _operation() -> float:
 
 
 def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
-    """The CPU kernel's name, and its rates with random experts of all layers, computed in memory as they are served."""
+    """The CPU kernel's name, and its rates with random experts of all layers.
+
+    They are computed in memory, by the server of a model's.
+    """
     fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(_BITS), 64, torch.bfloat16)
     layers = max(1, min(probe.layers, _EXPERT_BYTES // (probe.experts * fmt.nbytes)))
     experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {_BITS: fmt})
@@ -281,7 +286,7 @@ def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
 
 
 def _dense_rates(probe: Probe) -> tuple[DenseRate, ...]:
-    """The rates of dense layers at 16 and at 8 bits, each layer with its own weights, as many as layers of experts."""
+    """The rates of dense layers at 16 and at 8 bits, each with weights of its own."""
     columns, found = probe.hidden, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
     count = max(1, min(probe.layers, _EXPERT_BYTES // (2 * _MATRICES * rows * columns))) * _MATRICES

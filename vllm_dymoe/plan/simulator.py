@@ -269,7 +269,7 @@ class Simulator:
         return Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt)
 
     def last(self, requests: int) -> float:
-        """Return the seconds of a step that no layer has: the output head, and vLLM's own work."""
+        """Return the seconds of a step's output head and of vLLM's own work."""
         head = self.device.dense_seconds(self.model.head, self.model.bits, requests)
         return head + self.costs.step + self.costs.request * requests
 

@@ -140,9 +140,10 @@ class Checkpoint:
         return {projection: self._matrix(position, expert, projection) for projection in self.projections}
 
     def plain_places(self, experts: ModelExperts) -> dict[tuple[int, int, Projection], TensorPlace] | None:
-        """Return the tensor of each projection by position, if each is what a store of ``experts`` would hold.
+        """Return the tensor of each projection, if it is what a store of it would hold.
 
-        None where bytes would differ: other layers, sizes or dtypes, biases, stacks, and quantized experts.
+        By position of the layer, expert and projection. None where bytes would differ: other layers, sizes or dtypes,
+        biases, stacks, and quantized experts.
         """
         if self.reader.held or self.reader.mixed or set(experts.formats) != {16} or experts.layers != self.layers:
             return None

@@ -366,11 +366,11 @@ class ModelStore:
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update, journal)
 
     def _in_checkpoint(self) -> CheckpointStore | None:
-        """Return the checkpoint's own files, if its experts stay at 16 bits and a packed copy would have equal bytes.
+        """Return the checkpoint's own files, if a packed copy would have equal bytes.
 
-        Not on a plain CPU unless all are to be in memory (``host_store`` "pinned"): else it maps a packed copy, and
-        computes from that. Nor where a rank has a part of each expert or of the experts, where ranks share a copy,
-        where vLLM moves experts, or with a draft.
+        So it is at 16 bits. Not on a plain CPU unless all are to be in memory (``host_store`` "pinned"): else it maps a
+        packed copy, and computes from that. Nor where a rank has a part of each expert or of the experts, where ranks
+        share a copy, where vLLM moves experts, or with a draft.
         """
         config, spec = self._vllm_config, self.layers[0]
         if self.dummy or not self._content or set(self._options.stored_bits) != {16} or self._formats is not None:

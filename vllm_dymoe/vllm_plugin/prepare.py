@@ -93,7 +93,7 @@ def prepare(config: VllmConfig) -> None:
 
 
 def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
-    """Return additional_config with the options that `vllm-dymoe serve` would choose for this configuration.
+    """Return additional_config with the options that `vllm-dymoe serve` would choose.
 
     None if the user has set an option, or says with an empty ``dymoe`` that the defaults are to be taken.
     """

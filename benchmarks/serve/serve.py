@@ -5,9 +5,9 @@
     python benchmarks/serve/serve.py prefixes              # five minutes
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
-``speeds`` measures every combination of what is open on a CPU, with the engine of `vllm-dymoe bench`: one thread and
-its processor time, so that others may use the machine. A run ends after --minutes, and the next one goes on. Results
-are kept in results.json here.
+``speeds`` measures every combination of what is open on a CPU, by `vllm-dymoe bench`, in rounds. The fastest tenth of
+steps in the fastest round counts, because others may use the machine. A run ends after --minutes, and the next one goes
+on. Results are kept in results.json here.
 """
 
 import argparse
@@ -19,10 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -34,18 +33,15 @@ from readme import markdown, put  # noqa: E402
 from vllm_dymoe.bench.cases import Case, Subject, Workload  # noqa: E402
 from vllm_dymoe.bench.prefixes import CASES, DECODING, measure_prefixes, wrong  # noqa: E402
 from vllm_dymoe.bench.prompts import PromptSet, read_prompts  # noqa: E402
-from vllm_dymoe.bench.rows import ROWS, read_rows  # noqa: E402
-from vllm_dymoe.bench.run import ENGINE, job_of, run_job  # noqa: E402
+from vllm_dymoe.bench.run import measure  # noqa: E402
 from vllm_dymoe.cache.host_cache import HostCache  # noqa: E402
-from vllm_dymoe.cache.pages import available_host_memory  # noqa: E402
 from vllm_dymoe.cache.store import FileStore, Manifest, whole_host_cache  # noqa: E402
 from vllm_dymoe.cache.store.writer import StoreWriter  # noqa: E402
-from vllm_dymoe.plan.machine import Machine, Probe  # noqa: E402
+from vllm_dymoe.plan.machine import Machine, Probe, machine_here  # noqa: E402
 from vllm_dymoe.plan.start import Asked, Model, Planner, choose, read_model  # noqa: E402
 from vllm_dymoe.quantize.dummy import random_store  # noqa: E402
 
 RESULTS = HERE / "results.json"
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(HERE)}
 LENGTH, PROMPT, TOKENS = 512, 64, 48  # of a request at most, of a random prompt, of an answer
 BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 16
 PLACES: tuple[dict[str, Any], ...] = (
@@ -77,29 +73,8 @@ def open_options(model: Model) -> list[dict[str, Any]]:
 
 
 def machine_of(model: Model, work: Path, *, retune: bool = False) -> Machine:
-    """One thread of this machine, measured for a model's sizes by its processor time."""
-    probe, kept = Probe.of(work, model.shape), work / "machines.json"
-    key = str(probe)
-    known = json.loads(kept.read_text()) if kept.is_file() else {}
-    if retune or key not in known:
-        command = [sys.executable, "-m", "one_thread", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ONE_THREAD, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        kept.write_text(json.dumps(known | {key: json.loads(done.stdout.splitlines()[-1])}))
-        return machine_of(model, work)
-    return Machine.model_validate(known[key]).model_copy(update={"host_memory": available_host_memory()})
-
-
-def measured(cases: Sequence[Case], prompts: PromptSet, folder: Path) -> list[float]:
-    """Tokens per second of a request in each case, of one engine; those of an earlier run if there are any."""
-    path = folder / ROWS
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with mock.patch.dict(os.environ, ONE_THREAD):
-            run_job(job_of(cases, prompts, path), folder, ("one_thread", ENGINE))
-    found = {row["key"]: row["measured"] for row in read_rows(path)}
-    return [1e3 / found[case.key]["tpot_ms"]["median"] for case in cases]
+    """This machine, measured for a model's sizes."""
+    return machine_here(Probe.of(work, model.shape), work / "machines.json", retune=retune)
 
 
 def workload(name: str) -> tuple[PromptSet, Workload]:
@@ -121,14 +96,14 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
     for number in range(rounds):
         for place, (given, of_engine) in enumerate(engines.items()):
             known = work / "rows" / name / f"{number}-{place}"
-            if time.time() > end and not (known / ROWS).is_file():
+            if time.time() > end and not (known / "rows.jsonl").is_file():
                 complete = False
                 continue
             subject = Subject(given, json.loads(given))
             engine = {"max_model_len": LENGTH}
             cases = [Case(str(folder), subject, of["expert_budget"], batch, asked, engine)
                      for of in of_engine for batch in BATCHES]  # fmt: skip
-            found = measured(cases, prompts, known)
+            found = [1e3 / row["measured"]["tpot_ms"]["p10"] for row in measure(cases, prompts, known)]
             for at, of in enumerate(of_engine):
                 mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
                 rows[json.dumps(of)].append(dict(zip(map(str, BATCHES), mine, strict=True)))

@@ -36,7 +36,7 @@ def measure_prefixes(
             "engine": {"enable_prefix_caching": True, **engine}, "texts": [prompt.text for prompt in prompts.prompts],
             "length": length, "decoding": _REQUESTS, "rounds": _ROUNDS, "out": str(path.resolve()), "cases": missing,
         }  # fmt: skip
-        run_job(job, folder, (PROGRAM,))
+        run_job(job, folder, PROGRAM)
     rows = {row["key"]: row for row in read_rows(path)}
     return [rows[case["key"]] for case in cases]
 

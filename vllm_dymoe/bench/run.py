@@ -76,7 +76,7 @@ def _described(case: Case) -> dict[str, Any]:
     return fixed | subject | said
 
 
-def run_job(job: dict[str, Any], folder: Path, program: Sequence[str] = (ENGINE,)) -> None:
+def run_job(job: dict[str, Any], folder: Path, program: str | None = None) -> None:
     """Run one engine in its own process; ConfigError with the end of its log if it failed.
 
     Without colours and without vLLM's own processes; on a CPU, with a KV cache that leaves room for experts.
@@ -89,7 +89,7 @@ def run_job(job: dict[str, Any], folder: Path, program: Sequence[str] = (ENGINE,
         output.truncate(0)
         file = Path(work) / "job.json"
         file.write_text(json.dumps(job))
-        command = [sys.executable, "-m", *program, str(file)]
+        command = [sys.executable, "-m", program or ENGINE, str(file)]
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])

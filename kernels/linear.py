@@ -1,4 +1,4 @@
-"""Dense quantized matrices on a CPU: the native library's down projection, applied to all tokens of a step.
+"""Dense quantized matrices on a CPU.
 
 A token's bits depend neither on the other tokens nor on the number of threads. ``torch.ops.vllm_dymoe.linear`` is the
 same as an operator, which compiled models call: it finds the matrix by the address of its bytes.
@@ -36,7 +36,10 @@ class Linear:
         _LINEARS[packed.addresses[0]] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [tokens, columns] times the matrix: [tokens, rows], dtype of x, bfloat16 or float16."""
+        """Return x [tokens, columns] times the matrix: [tokens, rows].
+
+        The dtype is that of x, bfloat16 or float16.
+        """
         out = x.new_empty(len(x), self._packed.format.rows)
         for first in range(0, len(x), _AT_ONCE):
             self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])

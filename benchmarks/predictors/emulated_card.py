@@ -53,7 +53,10 @@ WARM_UP = 24  # tokens before those that are measured
 
 
 class Model:
-    """The shipped model's routing: tokens to serve, gates, and a network that has learnt from the others."""
+    """The shipped model's routing.
+
+    It has tokens to serve, gates, and a network that has learnt from the others.
+    """
 
     def __init__(self, trace: Trace, tokens: int) -> None:
         decoded, header = answers_of(trace), trace.header
@@ -110,7 +113,11 @@ class Model:
 
 
 def measure(model: Model, misses: Sequence[str]) -> dict[str, Any]:
-    """Measure every row; AssertionError if outputs are not those with every expert resident."""
+    """Measure every row.
+
+    Raises:
+        AssertionError: outputs are not those with every expert resident.
+    """
     layers, nbytes = model.header.num_layers, model.experts.formats[4].whole_nbytes
     full, expected = model.serve(model.server("exact, nothing ahead", "fetch", "100%", 1e3))
     link, rows = nbytes * layers / full, []

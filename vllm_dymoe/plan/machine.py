@@ -1,4 +1,6 @@
-"""A machine as it was measured, and not as data sheets have it: what ``vllm-dymoe serve`` chooses by.
+"""A measured machine: what ``vllm-dymoe serve`` chooses by.
+
+Its rates are measured, not taken from data sheets.
 
     python -m vllm_dymoe.plan.machine '{"folder": "/data", "hidden": 2048, "intermediate": 768, "experts": 128}'
 
@@ -108,7 +110,10 @@ class Machine(BaseModel):
         return Costs.measured() if self.gpus else Costs.on_cpu(self.operation)
 
     def device(self) -> Device:
-        """The GPU, with what the host adds; without one the CPU, whose experts lie in its own memory."""
+        """Return the GPU with what the host adds; without a GPU, return the CPU.
+
+        A CPU's experts are in its own memory.
+        """
         disk = float("inf") if self.disk is None else self.disk
         if not self.gpus:
             compute = max(rate.compute for rate in self.experts)
@@ -148,7 +153,10 @@ class Probe:
 
     @property
     def key(self) -> str:
-        """Of what a measurement is kept under; rates of another machine, card, driver or disk do not apply."""
+        """What a measurement is stored under.
+
+        Rates of another machine, card, driver or disk do not apply.
+        """
         cards = [path.read_text() for path in sorted(_CARDS.glob("*/information"))] if _CARDS.is_dir() else []
         driver = [_DRIVER.read_text()] if _DRIVER.is_file() else []
         visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), astuple(self)[1:]
@@ -160,9 +168,12 @@ class Probe:
 
 
 def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
-    """Return this machine: its rates as an earlier start measured them, or measured now; memory as it is now.
+    """Return this machine.
 
-    ConfigError if they cannot be measured.
+    Its rates are as an earlier start measured them, or measured now; its memory is as it is now.
+
+    Raises:
+        ConfigError: the rates cannot be measured.
     """
     make_folders(Path(probe.folder))
     found = None if retune else kept_beside(kept, probe.key, Machine)
@@ -180,7 +191,11 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a description; ConfigError, with the first field that is wrong, if it is none."""
+    """Read a description of a machine.
+
+    Raises:
+        ConfigError: it is none; the message names the first field that is wrong.
+    """
     try:
         return Machine.model_validate_json(read_regular(path))
     except OSError as error:
@@ -192,7 +207,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def measure(probe: Probe) -> Machine:
-    """Measure this machine, for a few seconds. It uses CUDA where there is a GPU."""
+    """Measure this machine, for a few seconds.
+
+    CUDA is used where there is a GPU.
+    """
     told = rates()
     kernel, experts = _expert_rates(probe)
     cuda = torch.cuda.is_available()
@@ -316,7 +334,10 @@ def _dense_rates(probe: Probe) -> tuple[DenseRate, ...]:
 
 
 def _disk_rate(folder: Path) -> float | None:
-    """Bytes per second of a new file's random pieces, several at once, past the page cache."""
+    """Return the rate in bytes per second at which a disk reads a new file.
+
+    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it.
+    """
     with tempfile.TemporaryFile(dir=folder) as temporary:
         temporary.write(os.urandom(_DISK_BYTES))
         temporary.flush()

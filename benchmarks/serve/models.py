@@ -50,7 +50,7 @@ def _write_format(kind: str, folder: Path) -> None:
     for path in SHIPPED.iterdir():
         if path.suffix == ".json" and path.name != "config.json":
             shutil.copy(path, folder)
-    found, left = {}, []
+    found, left = {}, ["lm_head"]
     for number, (name, tensor) in enumerate(load_file(SHIPPED / "model.safetensors").items()):
         dense = kind in INTEGERS and "self_attn" in name and name.endswith("proj.weight")
         if ".experts." in name or dense:

@@ -37,6 +37,7 @@ from vllm_dymoe.resolve import options_of_environment
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.balance import refuse_balancing
 from vllm_dymoe.vllm_plugin.chunks import larger_chunk
+from vllm_dymoe.vllm_plugin.dense import check_dense
 from vllm_dymoe.vllm_plugin.graphs import settle_graphs
 from vllm_dymoe.vllm_plugin.model_files import (
     check_checkpoint,
@@ -115,6 +116,10 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
     cached, steps = config.cache_config, config.scheduler_config
     sizes = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.pipeline_parallel_size
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    try:
+        check_dense(Options(dense=8), quantized=config.lora_config is not None)
+    except ConfigError:  # only 16 bits are possible here
+        told = {"dense": 16, **told}
     try:
         asked = Asked(
             told, max_model_len=model.max_model_len, max_num_batched_tokens=steps.max_num_batched_tokens,

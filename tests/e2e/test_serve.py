@@ -109,7 +109,7 @@ def test_a_first_start_that_is_killed_goes_on(tmp_path):
         if folder == store:
             assert f"of 8 layers {before} are packed already" in said
             shown = re.findall(r"Quantizing experts: +(\d+)%", said)
-            assert int(shown[0]) == 100 * before // 8, "progress goes on where it was"
+            assert int(shown[0]) == pytest.approx(100 * before / 8, abs=1), "progress goes on where it was"
     assert answers[0] == answers[1]
     assert not list(store.rglob(JOURNAL))
 

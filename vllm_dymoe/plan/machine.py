@@ -34,12 +34,13 @@ from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, CpuKernel, native
 from vllm_dymoe.kernels.linear import Linear
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, Device, ExpertRate, find_device, shares_of_cards
 from vllm_dymoe.plan.model import ModelShape
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.quantize.dummy import RandomStore, fill_randomly
+from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.server import ExpertServer
 
 KEPT = "machines.json"  # file name, in the cache folder
@@ -293,7 +294,8 @@ def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
     experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {_BITS: fmt})
     store = RandomStore(experts, max(1, min(layers * probe.experts, _EXPERT_BYTES // fmt.nbytes)))
     misses = "auto" if native.load() is None else "compute"
-    options = Options(policy="exact", high=_BITS, low=0, expert_budget="top-k", misses=misses)
+    given = {"policy": "exact", "high": _BITS, "low": 0, "expert_budget": "top-k", "misses": misses}
+    options = resolve_options(given, environment={})
     server, found = ExpertServer(store, options, torch.device("cpu")), list[ExpertRate]()
     generator, weights = torch.Generator().manual_seed(0), 3 * probe.hidden * probe.intermediate
     try:

@@ -70,8 +70,9 @@ def choose_misses(
     choice = None if kept is None else kept_beside(kept, key, MissesChoice)
     source = "as measured at an earlier start"
     if choice is None:
-        seconds, source = {server.options.misses: step_seconds(server, activation, clock)}, "as measured now"
-        (other,) = {*_WAYS} - seconds.keys()
+        way, source = server.options.misses, "as measured now"
+        seconds: dict[str, float] = {way: step_seconds(server, activation, clock)}
+        (other,) = (another for another in _WAYS if another != way)
         server.close(keep_store=True)
         try:
             server = made(other)

@@ -94,7 +94,7 @@ class Machine(BaseModel):
     """What that kernel reaches with 4-bit experts of one size, by tokens of a step."""
     dense: tuple[DenseRate, ...] = ()
     """What a CPU reaches with other layers of the model's size, by bits of a weight and tokens of a step."""
-    operation: float = Field(default=4e-6, gt=0)
+    operation: float = Field(default=1e-6, gt=0)
     """Seconds of a small operation of torch, called from Python."""
     disk: float | None = Field(default=None, gt=0)
     """Bytes per second that the disk of the packed experts reads past the page cache; None in a file system that

@@ -189,7 +189,7 @@ def fills(work: Path, results: Results) -> None:
     if not (folder / "dymoe_experts.json").is_file():
         random_store(experts, StoreWriter(folder, Manifest(experts, "dummy", "sizes")), 0).close()
     rows = []
-    for _ in range(3):
+    for _ in range(2):
         forget(folder)
         reads = _seconds(lambda: read_once(folder))
         forget(folder)

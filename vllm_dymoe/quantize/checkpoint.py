@@ -172,6 +172,24 @@ class Checkpoint:
             for of in self.projections
         }
 
+    def plain_places(self, experts: ModelExperts) -> dict[tuple[int, int, Projection], TensorPlace] | None:
+        """Return the tensor of each projection, if it is what a store of it would hold.
+
+        By position of the layer, expert and projection. None where bytes would differ: other layers, sizes or dtypes,
+        biases, stacks, and quantized experts.
+        """
+        if self.reader.held or self.reader.mixed or set(experts.formats) != {16} or experts.layers != self.layers:
+            return None
+        fmt, found = experts.formats[16], dict[tuple[int, int, Projection], TensorPlace]()
+        dtypes = {name for name, dtype in DTYPES.items() if dtype == fmt.dtype}
+        for (layer, expert, projection), tensors in self._matrices.items():
+            place, matrix = tensors.parts["weight"], fmt.matrices[projection]
+            same = place.shape == (matrix.rows, matrix.columns) and place.nbytes == matrix.nbytes
+            if not same or place.dtype not in dtypes or tensors.expert is None or len(tensors.parts) > 1:
+                return None
+            found[self.layers.index(layer), expert, projection] = place
+        return found if len(found) == len(self.layers) * experts.num_experts * len(experts.projections) else None
+
     def fingerprint(self) -> str:
         """Return sixteen hex digits that identify the weights.
 

@@ -8,7 +8,6 @@ decoding does not read.
 
 import re
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
@@ -32,7 +31,6 @@ _PACKED = re.compile(
     r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
 )
 _ENCODERS = re.compile(r"(.*\.)?\w*(visual|vision|vit|image|video|audio|multi_?modal|mm_projector|resampler)\w*\..*")
-_LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
 
 
 def packed_method(
@@ -86,7 +84,6 @@ def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
     layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
-    _LINEARS[layer.packed.data_ptr()] = layer.linear
     return layer.packed
 
 
@@ -130,17 +127,3 @@ class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
 
 class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
     """The method of a packed LM head."""
-
-
-def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
-
-
-def _linear_fake(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe import kernels
-from vllm_dymoe.cache.store import HostStore, StoreError
+from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
-from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
-from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.quantize.dummy import RandomStore
 from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
@@ -226,7 +226,7 @@ def _run(
     begin, steps, failure = time.perf_counter(), 0, ""
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
-        store = _RandomStore(layer, pinned=device.type == "cuda")
+        store = RandomStore(layer, _DISTINCT, pinned=device.type == "cuda")
         wanted = _options(options, device_plans=variant.device_plans)
         server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode, grouped=variant.grouped)
         try:
@@ -268,7 +268,7 @@ class _Work:
     The result is computed in float64 on the CPU, for experts at one precision.
     """
 
-    def __init__(self, store: "_RandomStore", fmt: ExpertFormat, activation: Activation) -> None:
+    def __init__(self, store: RandomStore, fmt: ExpertFormat, activation: Activation) -> None:
         experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(rows, fmt.hidden, generator=generator, dtype=torch.float32).to(fmt.dtype)
@@ -318,50 +318,3 @@ def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activat
     out = run(0, x, weights, ids, activation)
     steps.tell(0)
     return out
-
-
-class _RandomStore(HostStore):
-    """A store of few random experts in memory.
-
-    All experts of a layer share their bytes.
-    """
-
-    whole = True
-
-    def __init__(self, experts: ModelExperts, *, pinned: bool) -> None:
-        self.experts = experts
-        generator = torch.Generator().manual_seed(0)
-        self._slices: dict[tuple[int, int], Tensor] = {}
-        for number, (bits, fmt) in product(range(_DISTINCT), experts.formats.items()):
-            packed = torch.empty(fmt.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            for projection in fmt.projections:
-                fill_randomly(fmt.matrices[projection], packed[fmt.sections[projection]], generator)
-            self._slices[number, bits] = packed
-
-    @property
-    def description(self) -> str:
-        return "random experts of the self-test"
-
-    @property
-    def readable(self) -> bool:
-        return True
-
-    def packed(self, key: SliceKey) -> Tensor:
-        return self._slices[key.expert % _DISTINCT, key.bits]
-
-    def read_into(
-        self, key: SliceKey, destination: Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
-    ) -> None:
-        destination.copy_(self.packed(key)[self.experts.formats[key.bits].span(projections)])
-
-    def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
-        """Return a random expert."""
-        expert: PackedExpert | None = None
-        named = {part: bits for bits, part in self.experts.formats.items()}
-        for part in fmt.slices:
-            expert = part.view(self._slices[number, named[part]], expert)
-        assert expert is not None
-        return expert
-
-    def close(self) -> None:
-        self._slices.clear()

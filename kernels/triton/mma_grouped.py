@@ -59,8 +59,8 @@ def mma_grouped_gate_up_kernel(
 ):
     """hidden[position] = activation(gate x[row]) * up x[row].
 
-    The grid is [items, tiles of 128 rows], or of 256 without a gate. An item has at most 64 positions. Gate has the bits
-    of up.
+    The grid is [items, tiles of 128 rows], or of 256 without a gate. An item has at most 64 positions.
+    Gate has the bits of up.
     """
     at = items + 3 * gl.program_id(0)
     expert = gl.load(at)

@@ -40,7 +40,7 @@ INSTRUCTIONS = {
 }  # fmt: skip
 """At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
 there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
-IN_REGISTERS = {"8": 800, "4": 535, "2": 535, "4/2": 700}
+IN_REGISTERS = {"4": 535, "2": 535, "4/2": 700}
 """The same for 64 positions of a large batch."""
 SPILLS = {"3.6.0": 8}
 """Spilled bytes of a thread: gate and up with MXFP4 on sm_90."""

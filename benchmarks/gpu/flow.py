@@ -181,6 +181,8 @@ class Program:
         elif name in ("ld", "st", "ldmatrix", "atom"):
             space, place = self._spaces["shared" if "shared" in words else "global"], operands[name != "st"]
             address = np.where(active, self._address(place), 0)
+            if space is self._spaces["shared"]:  # such addresses have 32 bits
+                address &= 0xFFFFFFFF
             for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
                 where = address + number * size // 8
                 if name == "ldmatrix":  # threads 8 n to 8 n + 7 hold the rows of matrix n

@@ -157,7 +157,7 @@ _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in (
     *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
-_IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((8,), (4,), (2,), (4, 2))))
+_IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((4,), (2,), (4, 2))))
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
-from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, STEPS, UPPER_HALVES, WHOLE
+from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
@@ -188,9 +188,10 @@ def fastest_grouped(
 ) -> Grouped:
     """Return the fastest way to compute experts of more tokens on a card.
 
-    ``mma_grouped`` has integer codes only, whose columns are in their order, and copies eight of them at a time.
+    ``mma_grouped`` has integer codes of 4 and 2 bits only, whose columns are in their order, and copies eight of them
+    at a time.
     """
-    integers = all(tag in STEPS for tag in precisions)
+    integers = all(tag in (4, 2) for tag in precisions)
     if architecture < 80 or not integers or act_order or any(number % 8 for number in columns):
         return Grouped.PLAIN
     return Grouped.IN_REGISTERS
@@ -405,7 +406,7 @@ def _grouped(
                 is Grouped.PLAIN
             ):
                 raise ValueError(
-                    "tile dequantizes in registers, which is for integer codes in the order of columns, and for sizes "
+                    "tile dequantizes in registers, which needs codes of 4 or 2 bits, columns in their order, and sizes "
                     "that are multiples of 8"
                 )
             # Imported here: the interpreter has no Gluon, and other launches do not need it.

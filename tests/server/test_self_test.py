@@ -150,7 +150,7 @@ VARIANTS = list(product((True, False), reversed(Decode), reversed(Grouped)))
 
 
 @pytest.mark.parametrize("planned_by_device", [True, False])
-@pytest.mark.parametrize("fastest", product(Decode, Grouped))
+@pytest.mark.parametrize("fastest", [*product(Decode, Grouped)])
 @pytest.mark.parametrize("broken", [0, 1, 2, 3, 0x3F, 0xFFF, *random.Random(0).sample(range(4, 0xFFF), 40)])
 def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, fastest, monkeypatch):
     tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}

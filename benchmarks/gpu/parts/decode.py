@@ -41,7 +41,7 @@ LAUNCHES = (
     *(Launch(code, 13, tensor_cores=16, warps=8, sizes=(1100, 500)) for code in (STEPS[4], NESTED[4])),
     Launch(STEPS[4], 5, tensor_cores=8, group=32, bias=True, act_order=True, integer_zeros=True),
     Launch(STEPS[4], 3, **SHARED, tensor_cores=8, dependent=True, sizes=(2048, 768)),
-    *(Launch(code, 90, grouped=True, sizes=(2048, 768)) for code in (*STEPS.values(), *NESTED.values())),
+    *(Launch(code, 90, grouped=True, sizes=(2048, 768)) for code in (STEPS[4], STEPS[2], NESTED[4])),
     *(Launch(code, 12, grouped=True, sizes=(1104, 504), dtype=torch.float16) for code in (STEPS[4], NESTED[4])),
 )
 ALONE = tuple(Launch(code, 1, tensor_cores=8, sizes=(2048, 768)) for code in (STEPS[4], NESTED[4], STEPS[2]))

@@ -406,8 +406,8 @@ def _grouped(
                 is Grouped.PLAIN
             ):
                 raise ValueError(
-                    "tile dequantizes in registers, which needs codes of 4 or 2 bits, columns in their order, and sizes "
-                    "that are multiples of 8"
+                    "tile dequantizes in registers, which needs codes of 4 or 2 bits, columns in their order, "
+                    "and sizes that are multiples of 8"
                 )
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_grouped import mma_grouped_down_kernel, mma_grouped_gate_up_kernel

@@ -2,7 +2,8 @@
 
 They are a 16-bit checkpoint's attention, shared experts and LM head. With experts at 4 bits, these layers are most of
 what a token reads. On a CPU the native library multiplies them, on a GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`).
-Routers, and layers whose weights a model reads itself, keep 16 bits.
+Routers keep 16 bits, and so do layers whose weights a model reads itself and encoders of pictures and sounds, which
+decoding does not read.
 """
 
 import re
@@ -30,6 +31,7 @@ _PACKED = re.compile(
     r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
     r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
 )
+_ENCODERS = re.compile(r"(.*\.)?\w*(visual|vision|vit|image|video|audio|multi_?modal|mm_projector|resampler)\w*\..*")
 _LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
 
 
@@ -43,7 +45,7 @@ def packed_method(
     if options.dense == 16:
         return None
     on_cpu = current_platform.is_cpu()
-    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix):
+    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix) and not _ENCODERS.fullmatch(prefix):
         return PackedLinearMethod(options) if on_cpu else linear_method()
     model = config.model_config
     if isinstance(layer, ParallelLMHead) and getattr(model, "head_dtype", model.dtype) in (None, model.dtype):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from vllm.config import VllmConfig
@@ -47,7 +46,7 @@ from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.held import Held
+from vllm_dymoe.quantize.held import Held, widened
 from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
@@ -166,14 +165,14 @@ class ModelStore:
                 return
             if isinstance(weight, Tensor):
                 missing = self._width - self.layers[layer].intermediate
-                weight = _widened(weight, projection, missing)
+                weight = widened(weight, projection, missing)
                 if bias:
                     packer.put_bias(layer, expert, projection, weight)
                     return
             if callable(weight) and self._requantize:
                 missing = self._width - self.layers[layer].intermediate
                 dtype = self.layers[layer].dtype
-                packer.put(layer, expert, projection, lambda: _widened(_plain(weight(), dtype), projection, missing))
+                packer.put(layer, expert, projection, lambda: widened(_plain(weight(), dtype), projection, missing))
             else:
                 packer.put(layer, expert, projection, weight)
 
@@ -428,16 +427,6 @@ def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
     except ValueError as error:
         raise StoreError(f"an expert cannot be dequantized: {error}") from error
     return weight.dequantize()
-
-
-def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
-    """Return a weight or bias padded with zeros to the widest expert.
-
-    Columns of down are padded, and rows of the others.
-    """
-    if not missing or (projection is Projection.DOWN and part.dim() == 1):
-        return part
-    return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
 
 def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:

@@ -218,3 +218,11 @@ def test_costs_are_data_with_sources():
 
 def test_it_says_the_same_again():
     assert decoded({"policy": "dymoe", "low": 2}).seconds == decoded({"policy": "dymoe", "low": 2}).seconds
+
+
+def test_every_request_of_a_step_costs_the_host_something():
+    dear = replace(Costs.nothing(), step=1e-3, request=1e-4)
+    free, charged = (simulator({"policy": "exact"}, costs=costs) for costs in (None, dear))
+    assert charged.last(4) - free.last(4) == pytest.approx(1e-3 + 4e-4)
+    found = [of.run(list(sessions(TRACE, 4))).of(Phase.DECODE) for of in (free, charged)]
+    assert found[1] - found[0] == pytest.approx(np.full(len(found[0]), 1.4e-3))

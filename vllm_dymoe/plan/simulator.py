@@ -171,7 +171,7 @@ def run_ranks(simulators: Sequence["Simulator"], steps: Iterable[Step], *, measu
             for rank in simulators:
                 rank.now = slowest
         for rank in simulators:
-            rank._end()
+            rank._end(step)
             rank.result.steps.append(step)
             rank.result.seconds.append(rank.now - begun)
     found = [rank.result for rank in simulators]
@@ -293,13 +293,18 @@ class Simulator:
         weights = self._gates[tokens, layer]
         return Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt)
 
-    def _end(self) -> None:
-        self.now += self.model.head / self.device.bandwidth + self.costs.step
+    def last(self, requests: int) -> float:
+        """Return the seconds of a step's output head and of vLLM's own work."""
+        head = self.device.dense_seconds(self.model.head, self.model.bits, requests)
+        return head + self.costs.step + self.costs.request * requests
+
+    def _end(self, step: Step) -> None:
+        self.now += self.last(len(step.requests))
 
     def _layer(self, at: Routing) -> None:
         layer, table, device, costs = at.layer, self.table, self.device, self.costs
-        tokens, result, weights = len(at.ids), self.result, 8 * self.model.attention / self.model.bits
-        self.now += max(self.model.attention / device.bandwidth, 2 * weights * tokens / device.compute)
+        tokens, result = len(at.ids), self.result
+        self.now += device.dense_seconds(self.model.attention, self.model.bits, tokens)
         if tokens not in self._rates:
             rate = device.expert_rate(self._weights, tokens, nested=self._nested)
             waits = device.rates and tokens <= SMALL_BATCH_ROWS  # for memory: what was measured says so by bytes alone

@@ -66,7 +66,10 @@ def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tup
 
 
 def grouped_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Grouped, ...]:
-    """Return the ways in which a device can compute experts of more tokens, the fastest first."""
+    """Return the ways to compute experts of more tokens, the fastest first.
+
+    They depend on the device and on the formats of the experts.
+    """
     if device.type != "cuda":
         return (Grouped.PLAIN,)
     from vllm_dymoe.kernels.triton.kernel import architecture_of

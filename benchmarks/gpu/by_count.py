@@ -1,4 +1,4 @@
-"""What kernels in Gluon should take on the measured card, by instructions alone. No GPU is needed.
+"""What kernels in Gluon should take on the measured card, by instructions alone.
 
 Decode: measured times without tensor cores are scaled by the instructions of both kernels' loops over a warp's strip:
 right if issue is what bounds the one that was measured, as its share of memory's bound says, and nothing else bounds
@@ -45,13 +45,19 @@ def rows_of(kernel: str, triton: str = "3.6.0", architecture: int = 90) -> Itera
 
 
 def on_tensor_cores(tokens: int) -> int:
-    """Return the larger one of gate and up's and down's instructions for up to so many tokens of an expert."""
+    """Return the instructions for up to so many tokens of an expert.
+
+    Of gate and up and of down, the larger number counts.
+    """
     note = f"device, {8 if tokens <= 8 else 16} tokens"
     return max(row["instructions"] for row in rows_of("mma") if row["note"] == note)
 
 
 def in_registers() -> dict[int, int]:
-    """Return the larger one of both kernels' instructions for each number of positions of a tile."""
+    """Return the instructions for each number of positions of a tile.
+
+    Of gate and up and of down, the larger number counts.
+    """
     found: dict[int, int] = {}
     for row in rows_of("mma_grouped"):
         for products, instructions in row["loops"]:  # of 16 x 8 x 16

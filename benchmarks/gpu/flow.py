@@ -112,7 +112,10 @@ class Program:
         """Wait for the launch before; here it has ended."""
 
     def _copy(self, name: str, operands: list[str], active: NDArray[np.bool_]) -> None:
-        """Copy to shared memory, as late as the program allows: shown by a barrier after the wait for its group."""
+        """Copy to shared memory, as late as the program allows.
+
+        Threads see the copy after the first barrier that follows the wait for its group.
+        """
         if name == "cp.async.commit_group":
             self._groups.append(self._copies)
             self._copies = []

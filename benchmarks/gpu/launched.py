@@ -257,7 +257,10 @@ def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
 
 
 def large_batch_launches() -> Iterator[tuple[int, Launch]]:
-    """Architectures and launches of large batches with weights in registers, on a tile of 64 positions and one of 8."""
+    """Architectures, and launches of large batches with weights in registers.
+
+    Each has a tile of 64 positions and one of 8.
+    """
     for architecture in (80, 89, MAIN, 120):
         yield architecture, Launch(NESTED[4], 70, grouped=True, sizes=(136, 72))
 

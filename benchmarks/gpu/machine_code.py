@@ -48,7 +48,10 @@ def compile_variant(variant: Variant) -> Report:
 
 
 def product_loops(variant: Variant) -> list[tuple[int, int]]:
-    """Return mma instructions, and all instructions, of each innermost loop with mma instructions, ascending."""
+    """Return mma instructions, and all instructions, of each loop with products.
+
+    Such loops contain no other one; they ascend.
+    """
     source, target, options = _prepared(variant)
     code = _read_cubin(triton.compile(source, target=target, options=options).asm["cubin"])[2]
     return sorted((sum(line.startswith("HMMA") for line in loop), len(loop)) for loop in _loops_of_products(code))
@@ -113,7 +116,10 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _longest_loop(code: list[str]) -> list[str]:
-    """Return the instructions of the longest innermost loop; of those with mma instructions, if there are such."""
+    """Return the instructions of the longest loop that contains no other.
+
+    If there are loops with mma instructions, it is one of those.
+    """
     return max(_loops_of_products(code) or _innermost_loops(code), key=len, default=[])
 
 

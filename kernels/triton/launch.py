@@ -186,7 +186,7 @@ def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
 def fastest_grouped(
     precisions: Collection[int], columns: Collection[int], architecture: int, *, act_order: bool
 ) -> Grouped:
-    """Return the fastest way to compute more tokens of experts of some precisions and columns on a card.
+    """Return the fastest way to compute experts of more tokens on a card.
 
     ``mma_grouped`` has integer codes only, whose columns are in their order, and copies eight of them at a time.
     """

@@ -1,7 +1,7 @@
-"""Large batches with weights that never leave registers, in Gluon: the launches of ``grouped.py`` for integer codes.
+"""Large batches of integer codes in Gluon, with weights that stay in registers.
 
-A program computes 256 rows, 64 of each of its four warps, for up to 64 positions of one expert, along the columns in
-steps of a strip:
+The launches are those of ``grouped.py``. A program computes 256 rows, 64 of each of its four warps, for up to 64
+positions of one expert, along the columns in steps of a strip:
 
     words     prefetched to registers, a strip ahead
     weights   (code - center) * scale + zero, rounded once to 16 bits: two or three instructions for two of them, in the
@@ -57,9 +57,10 @@ def mma_grouped_gate_up_kernel(
     BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of 128 rows, of 256 without a gate].
+    """hidden[position] = activation(gate x[row]) * up x[row].
 
-    An item has at most 64 positions. Gate has the bits of up.
+    The grid is [items, tiles of 128 rows], or of 256 without a gate. An item has at most 64 positions.
+    Gate has the bits of up.
     """
     at = items + 3 * gl.program_id(0)
     expert = gl.load(at)
@@ -90,7 +91,10 @@ def mma_grouped_down_kernel(
     STEPS: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """out[pair] = down hidden[position]; grid [items, tiles of 256 rows], items as for gate and up."""
+    """out[pair] = down hidden[position].
+
+    The grid is [items, tiles of 256 rows]; items are as for gate and up.
+    """
     at = items + 3 * gl.program_id(0)
     expert = gl.load(at)
     first = gl.load(at + 1)
@@ -108,7 +112,7 @@ def _tiles(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PRECISIONS: gl.constexpr, NESTED: gl.constexpr,
     STEPS: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute up to 64 positions from `first` on, on the smallest tile that holds them.
+    """Compute up to 64 positions from `first` on, on the smallest possible tile.
 
     Args:
         index: rows of x, if INDEXED, as for gate and up; otherwise, for down, rows of the output.
@@ -180,7 +184,10 @@ def _store(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TAG: gl.constexpr, NESTED: gl.constexpr,
     BIAS: gl.constexpr, ACTIVATION: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Finish sums [256, TOKENS] of products and store them: for gate and up behind the activation."""
+    """Finish sums [256, TOKENS] of products and store them.
+
+    The activation is applied to those of gate and up.
+    """
     FLOAT16: gl.constexpr = out.dtype.element_ty == gl.float16
     STORED: gl.constexpr = stored_bits(TAG, NESTED)
     PAIR: gl.constexpr = ACTIVATION[4]
@@ -213,7 +220,9 @@ def _products(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TAG: gl.constexpr, NESTED: gl.constexpr,
     STEPS: gl.constexpr, INDEXED: gl.constexpr, PAIR: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Products of up to TOKENS positions with four blocks of 64 rows: of two of gate and two of up, if PAIR.
+    """Products of up to TOKENS positions with four blocks of 64 rows.
+
+    If PAIR, two blocks are of gate, and two of up.
 
     Args:
         gate, up: int64 addresses of sections; of one section, if not PAIR.
@@ -328,7 +337,10 @@ def _products(
 
 @gluon.jit
 def _blocks(gate, up, warp, BLOCKS: gl.constexpr, BYTES: gl.constexpr, PAIR: gl.constexpr):
-    """Return the address of each warp's block, which has BYTES; after the last one the last one again."""
+    """Return the address of each warp's block, which has BYTES.
+
+    After the last block it is the last one again.
+    """
     if PAIR:
         block = gl.minimum(gl.program_id(1) * 2 + warp % 2, BLOCKS - 1)
         return gl.where(warp < 2, gate, up) + block * BYTES
@@ -342,7 +354,10 @@ def _copy(
     COLUMNS: gl.constexpr, STRIPS: gl.constexpr, STRIP: gl.constexpr, WORDS: gl.constexpr, SPAN: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy x's columns of a strip, or of the last one again; zeros after the last column."""
+    """Begin to copy x's columns of a strip, zeros after the last column.
+
+    After the last strip it is the last one again.
+    """
     strip = gl.minimum(strip, STRIPS - 1)
     column = strip * STRIP + place
     if WORDS < SPAN and WORDS < STRIP:  # a strip has a part of a group's first columns, and as many second ones
@@ -357,7 +372,10 @@ def _copy(
 
 @gluon.jit
 def _as_operand(codes, A: gl.constexpr):
-    """Return codes [4, 64, columns] of warps as operand A's tiles [256, columns], without moving any."""
+    """Return codes [4, 64, columns] of warps as operand A's tiles [256, columns].
+
+    No code moves to another register.
+    """
     COLUMNS: gl.constexpr = codes.shape[2]
     tiles = codes.reshape([4, 4, 16, COLUMNS]).permute([1, 0, 2, 3]).reshape([256, COLUMNS])
     return gl.convert_layout(tiles, A, assert_trivial=True)
@@ -367,7 +385,10 @@ def _as_operand(codes, A: gl.constexpr):
 def _weights(
     codes, low, scale, zero, TAG: gl.constexpr, WHOLE_BITS: gl.constexpr, STEPS: gl.constexpr, FLOAT16: gl.constexpr
 ):
-    """Return (code - center) * scale + zero as 16-bit patterns; `low` are the lower halves of codes of 8 bits."""
+    """Return (code - center) * scale + zero as 16-bit patterns.
+
+    `low` has the lower halves of codes of 8 bits; for others it is not read.
+    """
     ASM: gl.constexpr = weights_of(TAG, WHOLE_BITS, STEPS, FLOAT16)
     REGISTERS: gl.constexpr = "=r,r,r,r,r"
     return gl.inline_asm_elementwise(ASM, REGISTERS, [codes, low, scale, zero], gl.int16, is_pure=True, pack=2)
@@ -398,9 +419,9 @@ def weights_of(bits, whole_bits, integer_zeros, float16):
 
 @gluon.constexpr_function
 def _twice(number, float16):
-    """Return a number of at least 1, or its negative, as a literal with its 16 bits in both halves.
+    """Return a literal with a number's 16 bits in both halves.
 
-    ValueError if 16 bits do not hold it.
+    The number is at least 1, or at most -1. ValueError if 16 bits do not hold it.
     """
     bits, exponent, mantissa = (10, 15, abs(number)) if float16 else (7, 127, abs(number))
     while mantissa >= 2:
@@ -414,7 +435,10 @@ def _twice(number, float16):
 
 @gluon.constexpr_function
 def output_layout(tokens, pair):
-    """Return the layout of results [tokens, 256 rows]: a lane has four rows of a token, of gate and up if `pair`."""
+    """Return the layout of results [tokens, 256 rows].
+
+    A lane has four neighbouring rows of a token; if `pair`, of gate and of up.
+    """
     half, projection = [0, 32], [0, 128]
     more = [[bit, 0] for bit in (8, 16, 32) if bit < tokens]
     registers = [[0, 1], [0, 2], projection if pair else half, [1, 0], *more]

@@ -1,6 +1,6 @@
-"""Large batches with weights in registers: compiled for a card, and run on the host, against float64 and a plain sum.
+"""Large batches with weights in registers, against float64 and a plain sum.
 
-Gluon has no interpreter, so what runs here is the PTX that the installed Triton makes.
+Gluon has no interpreter: what runs here, on the host, is the PTX that the installed Triton makes for a card.
 """
 
 import re
@@ -33,7 +33,7 @@ def host():
 
 
 def from_rounded_weights(launch, ran):
-    """Distance from float32 sums with the weights that both kernels round to 16 bits, relative to them."""
+    """Relative distance from float32 sums with weights rounded to 16 bits."""
 
     def products(x, packed):
         sums = x.float() @ dequantize(packed).to(x.dtype).float().T

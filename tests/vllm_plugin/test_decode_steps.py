@@ -111,29 +111,44 @@ def test_a_warm_up_changes_nothing(server):
         assert server.stats() == stats
 
 
-def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server):
-    observed, hears, looks = rank_of(server), Listener(), Listener(needs_inputs=True)
+def test_observers_hear_of_a_small_batch_when_it_has_run(server):
+    observed, hears = rank_of(server), Listener()
     observed.observation.join(hears)
-    observed.observation.join(looks)
     (_, weights, ids), _ = run(observed, 1, 4)
     assert [layer for layer, *_ in hears.heard] == [0, 1]
     for _, heard_ids, heard_weights, rows in hears.heard:
         assert torch.equal(heard_ids, ids)
         assert torch.equal(heard_weights, weights)
         assert rows == 4
-    assert looks.heard == []
     observed.step.end()
     output = scheduled(20)
     observed.begin_step(output)
     observed.forward(LAYERS[0], *random_step(2, 20, server.experts))
     assert len(hears.heard) == 3
-    assert len(looks.heard) == 1
     observed.end_model(None, output, None)
     assert len(hears.heard) == 3, "a large-batch step is heard of once"
     observed.observation.leave(hears)
     observed.step.end()
     run(observed, 3, 4)
     assert not server.cache.device_table.table.recording.any()
+
+
+def test_while_an_observer_needs_inputs_every_step_is_wide(server, memory_store):
+    observed, hears, looks = rank_of(server), Listener(), Listener(needs_inputs=True)
+    for observer in (hears, looks):
+        observed.observation.join(observer)
+    given, outputs = run(observed, 1, 4)
+    assert [heard[0] for heard in looks.heard] == [0, 1]
+    assert all(torch.equal(heard[1], given[2]) and heard[3] == 4 for heard in looks.heard)
+    assert len(hears.heard) == 2, "once"
+    assert observed._decode._large
+    host = make_server(memory_store, "100%", policy=server.policy)
+    assert all(torch.equal(out, forward(host, layer, *given)) for layer, out in enumerate(outputs))
+    observed.observation.leave(looks)
+    observed.step.end()
+    run(observed, 2, 4)
+    assert not observed._decode._large
+    assert len(hears.heard) == 4
 
 
 def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):

@@ -26,11 +26,11 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 class Observer:
     """Gets what the routers of a rank choose in steps of requests; no warm-up steps and no padding.
 
-    Observers that need the routers' inputs get nothing of device-planned steps, which do not keep them; others get all
-    layers of these after the model has run.
+    Of a device-planned small batch they get all layers after the model has run, without the routers' inputs. While one
+    of them needs these, every step is a large batch.
     """
 
-    needs_inputs: ClassVar[bool] = False
+    needs_inputs: bool = False
     needs_actions: ClassVar[bool] = False
     """Whether it gets a layer after that has run; otherwise before, as a gate is checked before it predicts."""
 
@@ -129,7 +129,7 @@ class TraceObserver(Observer):
     needs_actions = True
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
-        self.recorder = recorder
+        self.recorder, self.needs_inputs = recorder, recorder.inputs
         self._gates_now = gates
         self._gates: Sequence[Gate] = ()
         self._gates_given = False

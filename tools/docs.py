@@ -206,7 +206,7 @@ def on_device() -> str:
 
 
 def emulated_card() -> str:
-    """Return the time of a token on an emulated card beside its bound, by policy and by what is done about misses."""
+    """Return times of a token on an emulated card beside their bounds, by policy."""
     found, rows = json.loads(EMULATED_CARD.read_text()), dict[str, list[str]]()
     for way in found.values():
         for row in way["rows"]:

@@ -31,6 +31,7 @@ from predictors import answers_of, recorded
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.options import Options
+from vllm_dymoe.planner.prefetch import MOST_AHEAD
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch import Gate, Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.linear import train_on
@@ -63,7 +64,7 @@ class Model:
         gates, some = trace.gates, decoded.select(learnt)
         assert some.router_inputs is not None
         popularity = torch.ones(header.num_layers, header.num_experts)
-        self.network = train_on(gates, header, some.experts.long(), some.router_inputs, popularity, 1)
+        self.network = train_on(gates, header, some.experts.long(), some.router_inputs, popularity, MOST_AHEAD)
         weights = zip(gates.weights.float(), gates.biases, strict=True)
         self.gates = [Gate(lambda x, w=w, b=b: torch.nn.functional.linear(x.float(), w, b)) for w, b in weights]
         self.header, served = header, decoded.select(held_out)
@@ -118,7 +119,7 @@ def measure(model: Model, way: str) -> dict[str, Any]:
     resident = model.server("exact, nothing ahead", "fetch", "100%", 1e3)
     full, expected = model.serve(resident)
     resident.close(keep_store=True)
-    link, rows = nbytes * layers / full, []
+    link, rows, expert = nbytes * layers / full, [], {"on_link_ms": round(1e3 * full / layers, 3)}
     for label in POLICIES:
         server = model.server(label, way, "25%", link / 1e9)
         seconds, outputs = model.serve(server)
@@ -132,9 +133,11 @@ def measure(model: Model, way: str) -> dict[str, Any]:
         row |= {f"{why}_experts": moved / nbytes / tokens for why, moved in stats.bytes_moved.items()}
         rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
         print(f"{label}, {way}: {rows[-1]}", flush=True)
+        if (rates := server.cpu_execution.rates) is not None:
+            expert["on_cpu_ms"] = round(1e3 * max(rates.first_row.values()), 3)
         server.close(keep_store=True)
     sizes = {"layers": layers, "tokens": len(model.x) - WARM_UP, "pause_ms": 1e3 * PAUSE}
-    return sizes | {"full_ms": round(1e3 * full, 2), "link_mb_s": round(link / 1e6, 3), "rows": rows}
+    return sizes | {"full_ms": round(1e3 * full, 2), "expert": expert, "rows": rows}
 
 
 def main() -> int:

@@ -320,9 +320,9 @@ def wait_kernel(turn):
 
 @triton.jit
 def _acquire(address):
-    """Load a number, so that what any processor of the machine wrote before it is seen from now on.
+    """Load a number, and see from now on what was written before it, by any processor.
 
-    A volatile load only would order nothing. All threads load, and later launches follow each of them.
+    A volatile load would order nothing. All threads load, and later launches follow each of them.
     """
     if _INTERPRETED:
         return tl.load(address.to(tl.pointer_type(tl.int64)), volatile=True)

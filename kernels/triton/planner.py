@@ -676,7 +676,7 @@ def _count_ahead(counts, offsets, slot_bytes, code, ahead):
 
 @triton.jit
 def _count_absent(counts, code, ahead, missed):
-    """Add experts that were to be fetched ahead and of which nothing has arrived: those that are missed, and others."""
+    """Add listed experts of which nothing has arrived: those that are missed, and others."""
     absent = (code > 0) & (ahead == 0)
     add_to(counts, 0, number_of(absent & missed))
     add_to(counts, 1, number_of(absent & (missed == 0)))

@@ -305,7 +305,7 @@ def _list_copies(
     copies, place, those, slot_place, staged, slice_number, row, code, expert, staging, pool, slot_bytes, offsets,
     projections, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """List the copies of one version or slice, by projection, at their places in the list and in staging slots."""
+    """List the copies of one version or slice, one for each projection."""
     slot = tl.load(staging + 2 * code) + slot_place
     at = slice_number * 3 * EXPERTS + expert
     tl.store(staged + at, slot, mask=those)

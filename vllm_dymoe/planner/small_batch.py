@@ -140,7 +140,7 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
 
 
 def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
-    """Return how many projections were fetched ahead of each slice of the active experts, int64 [slices, n]."""
+    """Return how many projections of each slice came ahead, int64 [slices, n] of the active experts."""
     staged, codes = table.staged[layer % 2][:, :, active], wanted[None]
     if table.nested:
         codes = np.array([[LOW], [HIGH]], np.int8)
@@ -149,7 +149,7 @@ def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.in
 
 
 def _count_arrived(table: Table, layer: int, active: Ints, lacks: NDArray[np.bool_]) -> None:
-    """Count the predicted slices of a layer that have arrived in time, whether or not they are used, and the others.
+    """Count the predicted slices of a layer that have arrived, used or not, and those that have not.
 
     Args:
         lacks: bool [slices, n], which slices of the active experts are missed.

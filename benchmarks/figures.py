@@ -1,4 +1,7 @@
-"""`make figures`: draw the pictures of README.md and docs/ from committed results, each for light and dark pages."""
+"""`make figures`: draw the pictures of README.md and docs/.
+
+They are drawn from committed results, each for light and dark pages.
+"""
 
 import hashlib
 import json
@@ -23,12 +26,18 @@ Palette = Mapping[str, str]
 
 
 def digest(*sources: Path) -> str:
-    """Return a digest of a picture's data, which the picture contains; a test compares the two."""
+    """Return a digest of a picture's data.
+
+    The picture contains it; a test compares the two.
+    """
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def speed(palette: Palette) -> Figure:
-    """Draw tokens per second by memory for experts: with a model that fits, and with one that does not."""
+    """Draw tokens per second by memory for experts.
+
+    One chart is for a model that fits, and one for a model that does not.
+    """
     figure = Figure(figsize=(10.4, 4.1), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     _budgets(left, json.loads(BUDGET.read_text()), palette)
@@ -89,7 +98,10 @@ def _tiers(axes: Any, found: dict[str, Any], palette: Palette) -> None:
 
 
 def gpu(palette: Palette) -> Figure:
-    """Draw the time of one layer on a GPU by the share of resident experts, with its bound."""
+    """Draw the time of one layer on a GPU, with its bound.
+
+    It is drawn by the share of resident experts.
+    """
     figure = Figure(figsize=(10.4, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     found = json.loads(GPU.read_text())

@@ -1,4 +1,7 @@
-"""Puts the results of benchmarks as Markdown tables between two markers of a README."""
+"""Puts the results of benchmarks into a README.
+
+They are Markdown tables between two markers.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -49,7 +49,11 @@ def make_kernel(
 
 
 def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Decode, ...]:
-    """Return the ways in which a device can decode experts of some formats, the fastest first."""
+    """Return the ways in which a device can decode experts, the fastest first.
+
+    Args:
+        formats: of the experts.
+    """
     if device.type != "cuda":
         return (Decode.PLAIN,)
     from vllm_dymoe.kernels.triton.kernel import architecture_of

@@ -1,4 +1,7 @@
-"""The activation functions of MoE experts, applied between the gate-and-up and the down projection."""
+"""The activation functions of MoE experts.
+
+They are applied between the gate-and-up and the down projection.
+"""
 
 import re
 from dataclasses import dataclass, fields
@@ -11,13 +14,15 @@ from torch import Tensor
 
 
 class Curve(Enum):
-    """Formula that combines a gate g and an up projection u. L, a and b are an Activation's limit, alpha and beta.
+    """Formula that combines a gate g and an up projection u.
 
-    SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L).
-    SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), used by Step-3.5.
-    SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), used by Kimi-K3; without a limit u is not clamped.
-    GELU, GELU_TANH: gelu(g) * u, exact and with the tanh approximation.
-    RELU2: relu(g)^2 * u.
+    L, a and b are an Activation's limit, alpha and beta.
+
+    - SWIGLU: c * sigmoid(a c) * (v + b), where c = min(g, L) and v = clamp(u, -L, L).
+    - SWIGLU_STEP: min(silu(g), L) * clamp(u, -L, L), used by Step-3.5.
+    - SITU: b tanh(g / b) * sigmoid(g) * L tanh(u / L), used by Kimi-K3; without a limit u is not clamped.
+    - GELU, GELU_TANH: gelu(g) * u, exact and with the tanh approximation.
+    - RELU2: relu(g)^2 * u.
     """
 
     SWIGLU = "swiglu"
@@ -44,9 +49,10 @@ class Activation:
     SWIGLU_OAI: ClassVar["Activation"]  # of GPT-OSS
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Apply the curve to a gate and an up projection, elementwise; `gate` is overwritten.
+        """Apply the curve to a gate and an up projection, elementwise.
 
-        The activation is rounded to the tensors' dtype before the product, as in vLLM's native path.
+        `gate` is overwritten. The activation is rounded to the tensors' dtype before the product, as in vLLM's native
+        path.
         """
         bounded = self.limit != float("inf")
         match self.curve:

@@ -44,9 +44,10 @@ class ExpertKernel(Protocol):
         ...
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """Write unweighted outputs: out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them.
+        """Write unweighted outputs of experts.
 
-        How items are divided among calls does not change the result.
+        out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them. How items are divided among
+        calls does not change the result.
 
         Args:
             items: indices into the plan; the views of these items have been set.

@@ -1,4 +1,7 @@
-"""The weighted sum over each token's experts: torch operations, or one Triton launch on a GPU."""
+"""The weighted sum over each token's experts.
+
+It is computed with torch operations, or in one Triton launch on a GPU.
+"""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -37,10 +40,11 @@ def combine(
     renormalize: bool = False,
     into: Tensor | None = None,  # [tokens, hidden] like out, overwritten; None for a new tensor
 ) -> Tensor:
-    """Return the sum over k of topk_weights[t, k] * out[t * top_k + k]: [tokens, hidden], dtype of out.
+    """Return the weighted sum of each token's experts: [tokens, hidden], like out.
 
-    Terms are added in ascending k, starting from zero. Products are rounded to float32, sums are float32 and are
-    rounded once at the end, so every device gives the same bits. A token's result does not depend on other tokens.
+    It is the sum over k of topk_weights[t, k] * out[t * top_k + k]. Terms are added in ascending k, starting from
+    zero. Products are rounded to float32, sums are float32 and are rounded once at the end, so every device gives the
+    same bits. A token's result does not depend on other tokens.
 
     Args:
         expert_ids: int [tokens, top_k]. A negative id means that the pair has no expert here (it belongs to another
@@ -81,7 +85,10 @@ def combine(
 
 
 def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """Return the sum computed with torch operations, on a CPU; the plain twin of the Triton kernel."""
+    """Return the sum computed with torch operations, on a CPU.
+
+    This is the plain twin of the Triton kernel.
+    """
     tokens, top_k = pairs.weights.shape
     hidden = pairs.out.shape[1]
     outputs, weights, absent = pairs.out.view(tokens, top_k, hidden), pairs.weights, None
@@ -105,7 +112,11 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return int32 [highest expert + 1], ones for the given experts, copied without waiting."""
+    """Return marks of the given experts, copied without waiting.
+
+    Returns:
+        int32 [highest expert + 1], 1 for the given experts, else 0.
+    """
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1
@@ -114,7 +125,13 @@ def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
 
 
 def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:
-    """Sum [tokens, top_k, hidden] with weights [tokens, top_k] into float32 [tokens, hidden]."""
+    """Return float32 [tokens, hidden], the weighted sum of each token's rows.
+
+    Args:
+        pairs: [tokens, top_k, hidden].
+        weights: [tokens, top_k].
+        absent: bool [tokens, top_k], pairs that count as zero; None if all count.
+    """
     _, top_k, hidden = pairs.shape
     products = pairs * weights.unsqueeze(2)  # float32, as the weights are
     if absent is not None:

@@ -70,7 +70,11 @@ class CpuKernel:
         self._forms = Forms()
 
     def most_positions(self, row_floats: int) -> int:
-        """Return how many positions to compute at a time, if the activations of each take ``row_floats`` floats."""
+        """Return how many positions to compute at a time.
+
+        Args:
+            row_floats: floats that the activations of each position take.
+        """
         return max(_MOST_ACTIVATION_BYTES // (4 * row_floats), 1)
 
     def scratch(self, floats: int) -> Tensor:
@@ -88,7 +92,10 @@ class CpuKernel:
         self._inputs = None
 
     def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
-        """See :class:`ExpertKernel`; raises IndexError if the plan names a row that does not exist."""
+        """See :class:`ExpertKernel`.
+
+        Raises IndexError if the plan names a row that does not exist.
+        """
         x, plan, out, activation = self._step
         if self.library is None:
             parts = [(item, slice(plan.bounds[item], plan.bounds[item + 1])) for item in items]
@@ -184,7 +191,10 @@ class Forms:
 
     @property
     def read_as(self) -> tuple[int, bool, bool]:
-        """What the rows that experts read have to hold: inputs that were read as less are read again."""
+        """What the rows that experts read have to hold.
+
+        Inputs that were read as less are read again.
+        """
         return self.width, self.floats, self.integers
 
     @property
@@ -195,7 +205,10 @@ class Forms:
     def learn(
         self, gate: MatrixFormat, up: MatrixFormat, down: MatrixFormat, x: Tensor, activation: Activation
     ) -> tuple[int, tuple[int, torch.dtype, bool], MatrixFormat, MatrixFormat, MatrixFormat]:
-        """Register a triple of formats; return its number, its checked properties, and the formats.
+        """Register a triple of formats.
+
+        Returns:
+            its number, its checked properties, and the formats.
 
         Raises TypeError and ValueError as ``check_formats``.
         """
@@ -212,9 +225,9 @@ class Forms:
 
 
 def _parts(fields: "array[int]", most: int) -> Iterator[tuple["array[int]", int, int]]:
-    """Split items into parts of at most `most` adjacent positions, each with its first and last + 1.
+    """Split items into parts of at most `most` adjacent positions.
 
-    An item with more positions than that is cut.
+    Each part comes with its first position and its last + 1. An item with more positions than that is cut.
     """
     part, begin, end = array("q"), 0, 0
     for at in range(0, len(fields), native.ITEM_FIELDS):

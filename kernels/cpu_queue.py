@@ -1,9 +1,9 @@
-"""A ring of entries through which a device asks the CPU to compute experts: its layout and the device's side.
+"""A ring of entries through which a device asks the CPU to compute experts.
 
-Both sides map the memory. A step on the device fills the next entry, writes the entry's number, and continues; it waits
-for the answer only before it sums a token's experts. An entry holds everything that belongs to a step, and is reused
-only after all other entries of the ring. ``cpu/cpu_queue.h`` is the CPU's side, ``triton/cpu_queue.py`` is what a GPU
-runs, and the functions here are its plain twins.
+This file has its layout and the device's side. Both sides map the memory. A step on the device fills the next entry,
+writes the entry's number, and continues; it waits for the answer only before it sums a token's experts. An entry holds
+everything that belongs to a step, and is reused only after all other entries of the ring. ``cpu/cpu_queue.h`` is the
+CPU's side, ``triton/cpu_queue.py`` is what a GPU runs, and the functions here are its plain twins.
 
 Fields of an entry, each at a multiple of 128 bytes:
 
@@ -68,7 +68,10 @@ class QueueShape:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Byte offsets of calls, ids, x and out from the beginning of an entry, and the size of an entry."""
+        """Byte offsets of calls, ids, x and out in an entry, and an entry's size.
+
+        Offsets count from the beginning of the entry.
+        """
         sizes = (dtype.itemsize * prod(shape) for dtype, shape in self.parts)
         return tuple(accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes))
 
@@ -79,7 +82,10 @@ class QueueShape:
 
 
 class QueueMemory:
-    """A ring in memory that both sides map: uint8 [shape.nbytes], aligned to 128 bytes, initially zero."""
+    """A ring in memory that both sides map.
+
+    The memory is uint8 [shape.nbytes], aligned to 128 bytes, initially zero.
+    """
 
     def __init__(self, shape: QueueShape, memory: Tensor) -> None:
         self.shape, self.memory, self.address = shape, memory, memory.data_ptr()
@@ -103,7 +109,10 @@ class QueueMemory:
 
 
 def _next_entry(queue: QueueMemory, turn: Tensor, layer: int, tokens: int, calls: int) -> Entry | None:
-    """Begin the next entry for so many calls, and update ``turn`` as :func:`post_plain` says; None without calls."""
+    """Begin the next entry for so many calls; None without calls.
+
+    ``turn`` is updated as :func:`post_plain` says.
+    """
     turn[1] = 0
     if not calls:
         return None
@@ -114,10 +123,13 @@ def _next_entry(queue: QueueMemory, turn: Tensor, layer: int, tokens: int, calls
 
 
 def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
-    """Post the experts that a layer's plan leaves to the CPU, with x [tokens, hidden] and ids int [tokens, top_k].
+    """Post the experts that a layer's plan leaves to the CPU.
 
-    ``turn`` is int64 [3] and is updated: the last number that was posted, this layer's number (0 if nothing is posted),
-    and the address of the ring.
+    Args:
+        turn: int64 [3], updated: the last number that was posted, this layer's number (0 if nothing is posted), and
+            the address of the ring.
+        x: [tokens, hidden].
+        ids: int [tokens, top_k].
     """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
     if (entry := _next_entry(queue, turn, layer, len(x), len(on_cpu))) is None:
@@ -131,10 +143,15 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
 
 
 def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tensor) -> bool:
-    """Wait for the answer to what the layer has posted, and copy its rows to out [tokens * top_k, hidden].
+    """Wait for the answer to what the layer has posted, and copy its rows.
 
-    Only rows whose ``computed``, int32 [tokens, top_k], is 2 are written. ``turn`` is as ``post_plain`` left it.
-    Returns False if the CPU gave up.
+    Args:
+        turn: as ``post_plain`` left it.
+        out: [tokens * top_k, hidden]; rows of pairs are written whose ``computed`` is 2.
+        computed: int32 [tokens, top_k].
+
+    Returns:
+        False if the CPU gave up.
     """
     number = int(turn[1])
     if not number:
@@ -146,7 +163,10 @@ def collect_plain(queue: QueueMemory, turn: Tensor, out: Tensor, computed: Tenso
 
 
 class Ask(IntEnum):
-    """int64 fields of a call of a queue that asks for bytes: ``calls`` of an entry, whose other fields are unused."""
+    """int64 fields of a call of a queue that asks for bytes.
+
+    They are ``calls`` of an entry, whose other fields are unused.
+    """
 
     EXPERT = 0
     CODE = 1  # the version that is computed, LOW or HIGH
@@ -155,7 +175,10 @@ class Ask(IntEnum):
 
 
 def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> None:
-    """Post the experts of a layer's plan that have to come from the store; ``turn`` is as for :func:`post_plain`."""
+    """Post the experts of a layer's plan that have to come from the store.
+
+    ``turn`` is as for :func:`post_plain`.
+    """
     needs = (plan.action == Action.ADMIT) | (plan.action == Action.STREAM)
     asked = needs[:, : int(plan.count)].any(0).nonzero().flatten()
     if (entry := _next_entry(queue, turn, layer, 0, len(asked))) is None:
@@ -167,10 +190,11 @@ def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> 
 
 
 def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan: LayerPlan) -> None:
-    """Wait for the answer to what the layer has asked for, and read the experts from there.
+    """Wait for the answer to what the layer has asked for.
 
-    ``Table.source`` and the plan's addresses are rewritten. An expert that could not be read gets the address of some
-    slot, is not kept, and is told in ``Table.unread``: the step fails when it has run.
+    Experts are read from there: ``Table.source`` and the plan's addresses are rewritten. An expert that could not be
+    read gets the address of some slot, is not kept, and is recorded in ``Table.unread``. The step fails when it has
+    run.
     """
     number = int(turn[1])
     if not number:
@@ -197,7 +221,10 @@ def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan:
 
 
 def native_library() -> native.Library:
-    """Return the native library, which answers the queue; ValueError if it was not built."""
+    """Return the native library, which answers the queue.
+
+    Raises ValueError if it was not built.
+    """
     library = native.load()
     if library is None:
         raise ValueError("CPU execution of misses needs the native library, which was not built here")

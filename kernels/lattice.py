@@ -1,4 +1,6 @@
-"""E8 lattice codes: eight weights of a column are one point of E8, and inputs are rotated before the product.
+"""E8 lattice codes: eight weights of a column are one point of E8.
+
+Inputs are rotated before the product.
 
 The eight 2-bit codes stand for -1.5, -0.5, 0.5 and 1.5. The parity of their low bits decides whether all eight are a
 quarter higher (even) or lower (odd): these are the 65536 points of a shifted E8 inside a cube. Decoding costs hardly
@@ -23,13 +25,23 @@ WIDTH = 8
 
 
 def points(codes: Tensor) -> Tensor:
-    """Return the numbers of codes (uint8 [..., 8 n], eight per point): float32, multiples of a quarter."""
+    """Return the numbers of codes, float32 multiples of a quarter.
+
+    Args:
+        codes: uint8 [..., 8 n], eight for each point.
+    """
     odd = (codes & 1).view(*codes.shape[:-1], -1, WIDTH).sum(-1) % 2
     return codes.float() - 1.25 - 0.5 * odd.repeat_interleave(WIDTH, -1)
 
 
 def nearest(wanted: Tensor) -> Tensor:
-    """Return codes of the nearest points, float32 [..., 8 n] to uint8: the plain twin of ``kernels/cpu/nearest.h``."""
+    """Return codes of the nearest points, uint8 like wanted.
+
+    This is the plain twin of ``kernels/cpu/nearest.h``.
+
+    Args:
+        wanted: float32 [..., 8 n].
+    """
     wanted = wanted.unflatten(-1, (-1, WIDTH))
     best, found = wanted.new_full(wanted.shape[:-1], torch.inf), torch.zeros_like(wanted, dtype=torch.uint8)
     for odd in (0, 1):
@@ -50,7 +62,10 @@ def nearest(wanted: Tensor) -> Tensor:
 
 
 def signs(columns: int) -> Tensor:
-    """Return the columns' signs before the transform: float32 [columns] of 1 and -1, a hash of the column number."""
+    """Return the columns' signs before the transform, float32 [columns].
+
+    They are 1 and -1, by a hash of the column number.
+    """
     number = torch.arange(columns, dtype=torch.int64)
     number = (number * 0x9E3779B1) & 0xFFFFFFFF
     number = ((number ^ (number >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
@@ -58,7 +73,10 @@ def signs(columns: int) -> Tensor:
 
 
 def rotate(x: Tensor, block: int, *, back: bool = False) -> Tensor:
-    """Return x with its last dimension rotated, or rotated back: same dtype, float32 or float64."""
+    """Return x with its last dimension rotated, or rotated back.
+
+    The dtype, float32 or float64, stays.
+    """
     flips = signs(x.shape[-1]).to(x.dtype)
     out = x if back else x * flips
     shape, half = out.shape, 1
@@ -82,7 +100,11 @@ def in_row_order(rows: Tensor) -> Tensor:
 
 
 def numbers(codes: Tensor, *, nested: bool) -> Tensor:
-    """Return the numbers of codes (uint8 [padded_rows, columns]) before scaling: float32, for rotated inputs."""
+    """Return the numbers of codes before scaling, float32, for rotated inputs.
+
+    Args:
+        codes: uint8 [padded_rows, columns].
+    """
     columns = in_point_order(codes).t()
     base = points(columns >> 2) + RESIDUAL * points(columns & 3) if nested else points(columns)
     return in_row_order(base.t())

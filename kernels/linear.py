@@ -1,6 +1,7 @@
-"""Dense quantized matrices on a CPU: the native library's down projection, applied to all tokens of a step.
+"""Dense quantized matrices on a CPU.
 
-A token's bits depend neither on the other tokens nor on the number of threads.
+The native library's down projection is applied to all tokens of a step. A token's bits depend neither on the other
+tokens nor on the number of threads.
 """
 
 import ctypes
@@ -32,7 +33,10 @@ class Linear:
         self._row = library.row_floats(self._width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [tokens, columns] times the matrix: [tokens, rows], dtype of x, bfloat16 or float16."""
+        """Return x [tokens, columns] times the matrix: [tokens, rows].
+
+        The dtype is that of x, bfloat16 or float16.
+        """
         out = x.new_empty(len(x), self._packed.format.rows)
         for first in range(0, len(x), _AT_ONCE):
             self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])

@@ -1,4 +1,6 @@
-"""The native library of ``kernels/cpu``: twins of its structures, instruction sets, and threads.
+"""The native library of ``kernels/cpu``.
+
+This file has twins of its structures, instruction sets, and threads.
 
 The library is plain C over addresses and links neither torch nor OpenMP, so one build serves every version of torch.
 It uses the threads of the OpenMP runtime that torch has loaded, so no second thread pool competes for the cores.
@@ -75,7 +77,10 @@ class Sum(Structure):
 
 
 class CacheTable(Structure):
-    """Addresses of the columns of ``planner.table.Table`` that planning uses: ``CacheTable`` of planner.h."""
+    """Addresses of the columns of ``planner.table.Table`` that planning uses.
+
+    The structure is ``CacheTable`` of planner.h.
+    """
 
     _fields_ = _integers(
         "layers experts slices held slot score used_at step quotas reuse_high counters critical prompt_threshold "
@@ -121,9 +126,9 @@ class Rounding(Structure):
 
 
 class QueueControl(Structure):
-    """The words through which both sides of a CPU queue synchronize, one cache line each.
+    """The words through which both sides of a CPU queue synchronize.
 
-    They match ``QueueControl`` of cpu_queue.h.
+    Each has a cache line of its own. They match ``QueueControl`` of cpu_queue.h.
     """
 
     _fields_ = (
@@ -140,7 +145,9 @@ positions.
 
 
 class Library:
-    """The loaded library, and the instruction set that it uses: the largest up to ``isa`` that the CPU has.
+    """The loaded library, and the instruction set that it uses.
+
+    That is the largest up to ``isa`` that the CPU has.
 
     Raises OSError if the library cannot be loaded, or was built from other sources than this file.
     """
@@ -191,7 +198,10 @@ class Library:
         self.row_floats = cache(library.dymoe_row_floats)
 
     def experts(self, layer: Layer, first: int, last: int) -> None:
-        """Run phases `first` to `last` of a step; raises IndexError for a row outside of x or out."""
+        """Run phases `first` to `last` of a step.
+
+        Raises IndexError for a row outside of x or out.
+        """
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
@@ -199,11 +209,12 @@ class Library:
     def answer(
         self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int, spin_ns: int = 0
     ) -> None:
-        """Compute what is posted to the queue at an address until it is stopped; releases the interpreter lock.
+        """Compute what is posted to the queue at an address until it is stopped.
 
-        ``layer`` describes what all steps have in common and has scratch for ``tokens`` tokens. ``forms`` holds the
-        of encodings and where their matrices begin. With ``spin_ns``, ``layer.threads`` threads spin for so long after
-        each answer; otherwise OpenMP's compute, which sleep between two answers.
+        This releases the interpreter lock. ``layer`` describes what all steps have in common and has scratch for
+        ``tokens`` tokens. ``forms`` holds the tags of encodings and where their matrices begin. With ``spin_ns``,
+        ``layer.threads`` threads spin for so long after each answer; otherwise OpenMP's threads compute, which sleep
+        between two answers.
         """
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None
@@ -211,7 +222,13 @@ class Library:
         self._library.dymoe_answer(*given)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:
-        """Write the sum over k of weights [tokens, top_k] times rows [tokens * top_k, hidden] into [tokens, hidden]."""
+        """Write the weighted sum of each token's rows.
+
+        Args:
+            rows: [tokens * top_k, hidden].
+            weights: [tokens, top_k].
+            into: [tokens, hidden], overwritten with the sum over k.
+        """
         tokens, top_k = weights.shape
         addresses = rows.data_ptr(), weights.data_ptr(), into.data_ptr(), 0
         threads = torch.get_num_threads() if into.numel() > 1 << 14 else 1
@@ -237,9 +254,9 @@ class Library:
 
 @cache
 def load(isa: str | None = None) -> Library | None:
-    """Return the library that was built with the package, or None if there was no compiler.
+    """Return the library that was built with the package.
 
-    ``isa`` limits its instruction set; by default to the one that torch uses.
+    None if there was no compiler. ``isa`` limits its instruction set; by default to the one that torch uses.
     """
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
@@ -248,11 +265,11 @@ def load(isa: str | None = None) -> Library | None:
 
 
 def _openmp() -> int | None:
-    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime, or None, in which case one thread is used.
+    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime.
 
-    A process may have loaded several runtimes (sentencepiece brings its own). Two pools of spinning threads made a step
-    of 16 tokens eight times slower. A symbol of the whole process takes precedence over torch's dependency, as it does
-    for torch itself.
+    None if there is none; one thread is used then. A process may have loaded several runtimes (sentencepiece brings
+    its own). Two pools of spinning threads made a step of 16 tokens eight times slower. A symbol of the whole process
+    takes precedence over torch's dependency, as it does for torch itself.
     """
     for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         try:
@@ -290,7 +307,10 @@ def matrix(format: MatrixFormat) -> Matrix:
 
 
 def _step_and_center(encoding: Encoding) -> tuple[float, float]:
-    """Return step and center of an unsigned code for the library: a weight is (step * code - center) * scale."""
+    """Return step and center of an unsigned code for the library.
+
+    A weight is (step * code - center) * scale.
+    """
     if encoding.lattice:  # 7 + 4 * point; a nested code is 4 times that of the base plus that of the residual slice
         return (1 / 16, 35 / 16) if encoding.nested else (1 / 4, 7 / 4)
     if encoding.floats:  # e2m1 as 2 * level + 12

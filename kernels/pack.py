@@ -1,4 +1,7 @@
-"""Packs codes into sections and unpacks them: writes, reads and dequantizes what :class:`MatrixFormat` describes."""
+"""Packs codes into sections and unpacks them.
+
+It writes, reads and dequantizes what :class:`MatrixFormat` describes.
+"""
 
 import torch
 from torch import Tensor
@@ -56,11 +59,13 @@ def pack(
 def pack_floats(
     format: MatrixFormat, codes: Tensor, scales: Tensor, section: Tensor, factor: tuple[float, float] = (1.0, 1.0)
 ) -> None:
-    """Write a matrix with published float codes into a section; padding and bias are zero.
+    """Write a matrix with published float codes into a section.
 
-    Codes are uint8 [rows, columns], scales [rows, groups] in the encoding's scale dtype. Scales are multiplied with one
-    factor and divided by another. Raises TypeError and ValueError for other dtypes, shapes and codes, a format without
-    floats, or a factor that the format does not have.
+    Padding and bias are zero.
+
+    Codes are uint8 [rows, columns], scales [rows, groups] in the encoding's scale dtype. Scales are multiplied with
+    one factor and divided by another. Raises TypeError and ValueError for other dtypes, shapes and codes, a format
+    without floats, or a factor that the format does not have.
     """
     if not format.encoding.floats:
         raise ValueError("format has no codebook: use pack")
@@ -113,7 +118,12 @@ def _check_codes(format: MatrixFormat, codes: Tensor) -> None:
 
 
 def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
-    """Write codes [rows, columns], or their halves, in stored order into a section: uint8 [format.weight_shape]."""
+    """Write codes, or their halves, in stored order into a section.
+
+    Args:
+        codes: uint8 [rows, columns].
+        weight: uint8 [format.weight_shape], overwritten.
+    """
     padding = (0, format.padded_columns - format.columns, 0, format.padded_rows - codes.shape[0])
     if any(padding):
         codes = torch.nn.functional.pad(codes, padding)
@@ -130,7 +140,10 @@ def _store(codes: Tensor, weight: Tensor, format: MatrixFormat) -> None:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """Return a quantized matrix's codes, uint8 [rows, columns] in the order of the inputs. ValueError at 16 bits."""
+    """Return a quantized matrix's codes in the order of the inputs.
+
+    They are uint8 [rows, columns]. ValueError at 16 bits.
+    """
     if not packed.format.quantized:
         raise ValueError("the matrix has 16 bits: it holds weights, not codes")
     return _in_input_order(packed, stored_codes(packed)[:, : packed.format.columns])
@@ -157,10 +170,11 @@ def _loaded(stored: Tensor, format: MatrixFormat) -> Tensor:
 
 
 def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a packed matrix's weights: `dtype` [rows, columns], columns in the order of the inputs.
+    """Return a packed matrix's weights: `dtype` [rows, columns].
 
-    Computes in float32, or in float64 if `dtype` is; narrower dtypes are rounded at the end. Codebooks are dequantized
-    as by the tools that publish them: scale times factor first, then level times that.
+    Columns are in the order of the inputs. Computes in float32, or in float64 if `dtype` is; narrower dtypes are
+    rounded at the end. Codebooks are dequantized as by the tools that publish them: scale times factor first, then
+    level times that.
     """
     format = packed.format
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -185,7 +199,10 @@ def dequantize(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def rotated_weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weights of a lattice matrix for rotated inputs: `dtype` [rows, columns]."""
+    """Return the weights of a lattice matrix for rotated inputs.
+
+    They are `dtype` [rows, columns].
+    """
     format, nested = packed.format, packed.residual is not None
     assert packed.scales_zeros is not None
     found = numbers(stored_codes(packed), nested=nested)[: format.rows, : format.columns].to(dtype)

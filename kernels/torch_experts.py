@@ -1,7 +1,7 @@
-"""Experts in plain torch, for installations without the native library; dequantizes a few rows at a time.
+"""Experts in plain torch, for installations without the native library.
 
-The last bit of a row may depend on the number of tokens, because torch chooses its blocking by it. It never depends on
-where the weights are.
+A few rows are dequantized at a time. The last bit of a row may depend on the number of tokens, because torch chooses
+its blocking by it. It never depends on where the weights are.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,11 @@ def compute_with_torch(
     activation: Activation,
     receive: Receive,
 ) -> None:
-    """Implement :meth:`ExpertKernel.compute` expert by expert, each with its rows of x and of out, int64 [n]."""
+    """Implement :meth:`ExpertKernel.compute` expert by expert.
+
+    Args:
+        work: experts, each with its rows of x and of out, int64 [n].
+    """
     for expert, rows, pairs in work:
         check_formats(expert.gate.format, expert.up.format, expert.down.format, x, activation)
         out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation, receive))
@@ -36,7 +40,11 @@ def compute_with_torch(
 def compute_expert(
     x: Tensor, expert: PackedExpert, activation: Activation, receive: Receive = lambda projections: None
 ) -> Tensor:
-    """Compute one expert, down(activation(gate x, up x)), for x [n, hidden]: a new tensor like x."""
+    """Compute one expert, down(activation(gate x, up x)), for x [n, hidden].
+
+    Returns:
+        a new tensor like x.
+    """
     receive(1)
     gates = linear(x, expert.gate) if activation.has_gate else None
     receive(2)
@@ -54,7 +62,10 @@ def expert_reference(
     activation: Activation,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Compute one expert in `dtype`: the reference that every kernel is tested against."""
+    """Compute one expert in `dtype`.
+
+    This is the reference that every kernel is tested against.
+    """
     return compute_expert(x.to(dtype), PackedExpert(gate, up, down), activation)
 
 

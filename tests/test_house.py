@@ -37,7 +37,7 @@ def test_the_version_is_the_same_everywhere():
     assert f"## [{vllm_dymoe.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-SERVING = ("cache", "executor", "planner", "prefetch", "server", "vllm_plugin")
+SERVING = ("../kernels", "cache", "executor", "planner", "prefetch", "server", "vllm_plugin")
 
 
 def test_tensors_that_serve_name_their_dtype():
@@ -52,8 +52,22 @@ def test_tensors_that_serve_name_their_dtype():
             }
             empty = any(isinstance(size, ast.Constant) and size.value == 0 for size in node.args)
             if makes and not empty and not any(keyword.arg in (None, "dtype") for keyword in node.keywords):
-                unnamed.append(f"{path.relative_to(ROOT / 'vllm_dymoe')}:{node.lineno}")
+                unnamed.append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
     assert unnamed == []
+
+
+def test_docstrings_begin_with_a_short_summary():
+    """The first line stands alone in editors, listings and the rendered API (PEP 257)."""
+    long = []
+    for path in (path for folder in ("vllm_dymoe", "kernels") for path in (ROOT / folder).rglob("*.py")):
+        if path == ROOT / "vllm_dymoe/cli/app.py":  # its docstrings are help texts
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                summary, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                if len(summary) > 80 or (rest and not rest.startswith("\n")):
+                    long.append(f"{path.relative_to(ROOT)}: {summary}")
+    assert long == []
 
 
 def test_importing_the_package_imports_nothing_heavy():

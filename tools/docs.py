@@ -1,6 +1,7 @@
-"""`make docs`: writes the tables of README.md and docs/ that follow from the code, each between two markers.
+"""`make docs`: writes the tables of README.md and docs/.
 
-A test compares the committed pages with the result.
+The tables follow from the code, and each stands between two markers. A test compares the committed pages with the
+result.
 """
 
 import json
@@ -117,7 +118,10 @@ def methods() -> str:
 
 
 def models() -> str:
-    """Return what `make models` has recorded, by format: how many answers of each model equal vLLM's at 16 bits."""
+    """Return what `make models` has recorded, by format.
+
+    It is how many answers of each model equal vLLM's at 16 bits.
+    """
     by_format: dict[str, list[str]] = {}
     for name, found in json.loads(RECORD.read_text()).items():
         model, _, kind = name.partition(":")
@@ -131,7 +135,10 @@ def models() -> str:
 
 
 def families() -> str:
-    """Every family of models: what its status is, why, and in which formats, with drafts and pictures it was run."""
+    """Return the table of every family of models.
+
+    It has the family's status and why, and in which formats, with which drafts and pictures it was run.
+    """
     record, rows = json.loads(RECORD.read_text()), []
     for family in json.loads(FAMILIES.read_text()):
         names = family["tried"]
@@ -194,7 +201,10 @@ def starts() -> str:
 
 
 def on_device() -> str:
-    """Return what the host does for a layer that the device plans, by policy and kind of step."""
+    """Return what the host does for a layer that the device plans.
+
+    There is a row for each policy, and a column for each kind of step.
+    """
     cells: dict[str, list[str]] = {}
     rows = json.loads(ON_DEVICE.read_text())
     for row in rows:
@@ -238,9 +248,12 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def generated(page: str) -> str:
-    """Return a page with new content between its markers ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+    """Return a page with new content between its markers.
 
-    KeyError for an unknown marker.
+    The markers are ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+        KeyError: a marker is unknown.
     """
     return re.sub(
         r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)",

@@ -1,4 +1,6 @@
-"""`make live-page`: takes docs/images/live.png, a picture of the live page while a server answers requests.
+"""`make live-page`: takes docs/images/live.png.
+
+It is a picture of the live page while a server answers requests.
 
 Serves the shipped model at 4 and 2 bits with 40 % of its experts in slots, on a CPU that emulates a card behind a slow
 link, and sends it the shipped prompts, three at a time. Headless Chromium keeps the page open meanwhile.

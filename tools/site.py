@@ -1,7 +1,7 @@
-"""`make site`: copies the pages to build/pages, laid out as in the repository, for mkdocs.
+"""`make site`: copies the pages to build/pages, for mkdocs.
 
-The README is the first page and links to pages outside docs/; with all of them in one tree the links work as they do in
-the repository.
+They are laid out as in the repository. The README is the first page and links to pages outside docs/; with all of them
+in one tree the links work as they do in the repository.
 """
 
 import shutil

@@ -20,7 +20,10 @@ __all__ = ["calibrate", "record_trace", "register", "summary"]
 
 
 def register() -> None:
-    """Register ``--quantization dymoe`` with vLLM. With an unsupported vLLM, using it raises an error."""
+    """Register ``--quantization dymoe`` with vLLM.
+
+    If the vLLM version is not supported, using the option raises an error.
+    """
     from vllm_dymoe.vllm_plugin import register as register_with_vllm
 
     register_with_vllm()

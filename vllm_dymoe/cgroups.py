@@ -1,4 +1,4 @@
-"""The limits of a container: control groups of this process, and the cores that they leave it."""
+"""A container's limits: this process's control groups, and its usable cores."""
 
 import contextlib
 import math
@@ -14,9 +14,9 @@ _QUOTA_AND_PERIOD = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """Return the number of cores that this process may keep busy, within its affinity and a container's limit.
+    """Return the number of cores that this process may keep busy.
 
-    ``cores`` replaces the affinity.
+    A container's limit bounds the cores of the process's affinity, or ``cores`` instead.
     """
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     for group in groups():
@@ -31,7 +31,10 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def groups() -> Iterator[Path]:
-    """Yield control groups that may limit this process: its own and their ancestors, as far as they are mounted."""
+    """Yield the control groups that may limit this process.
+
+    These are its own groups and their ancestors, as far as they are mounted.
+    """
     mounted = {"": _CGROUP} | {name: _CGROUP / name for name in ("memory", "cpu", "cpu,cpuacct")}
     yield from mounted.values()
     try:

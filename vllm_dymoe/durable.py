@@ -28,12 +28,15 @@ _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read complete files, and write nothing
 PRIVATE_MODE = 0o600  # of files that reveal information about prompts
-_OLD_SECONDS = 3600.0  # after which a folder of another machine counts as given up
+_OLD_SECONDS = 3600.0  # age at which a folder of another machine counts as given up
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a file for reading; OSError also for a folder, a device or a FIFO, which would block for ever."""
+    """Open a regular file for reading.
+
+    Raises OSError also for a folder, a device or a FIFO; opening a FIFO would otherwise block for ever.
+    """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -123,7 +126,10 @@ def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
 
 
 def remove_given_up(folder: Path, pattern: str) -> None:
-    """Remove old files of a pattern, left by a ``replace_file`` (NAME.RANDOM) whose process was killed."""
+    """Remove old temporary files that match a pattern.
+
+    A ``replace_file`` whose process was killed left them, as NAME.RANDOM.
+    """
     for left in folder.glob(pattern):
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _OLD_SECONDS:
@@ -131,7 +137,10 @@ def remove_given_up(folder: Path, pattern: str) -> None:
 
 
 def keep_beside(path: Path, key: str, measured: Any) -> None:
-    """Store a dataclass under a key next to a store; if the folder cannot be written, the next start measures again."""
+    """Store a measured dataclass under a key, in a JSON file next to a store.
+
+    If the folder cannot be written, nothing is stored and the next start measures again.
+    """
     kind = type(measured)
     kept = _all_kept(path, kind) | {key: measured}
     content = TypeAdapter(dict[str, kind]).dump_json(kept, indent=2)  # type: ignore[valid-type]
@@ -163,7 +172,10 @@ def make_folders(folder: Path) -> None:
 
 
 def open_private(folder: Path) -> int:
-    """Open a folder that is this user's alone, creating it if needed; OSError if others can use it, too."""
+    """Open a folder that is this user's alone, creating it if needed.
+
+    Raises OSError if others can use it, too.
+    """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -208,16 +220,20 @@ def lock_folder(folder: Path) -> int | None:
 
 
 class Partial(NamedTuple):
-    """A folder that is being written, and the descriptor that locks it (-1 without locks)."""
+    """A folder that is being written, and the descriptor that locks it.
+
+    The descriptor is -1 if locks are not supported.
+    """
 
     path: Path
     lock: int
 
 
 def make_partial(folder: Path, resume: Callable[[Path], bool] = lambda leftover: False) -> Partial:
-    """Create the temporary folder next to ``folder``, or take over a dead writer's that ``resume`` accepts.
+    """Create the temporary folder next to ``folder``, or continue a leftover one.
 
-    All other temporary folders of dead writers are removed.
+    A leftover folder is continued if its writer has died and ``resume`` accepts it. All other temporary folders of dead
+    writers are removed.
     """
     found: Partial | None = None
     for leftover in leftovers(folder):
@@ -263,7 +279,10 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Any:
-    """Hold a folder's lock, if there are locks, so that it does not count as a leftover under another name."""
+    """Hold a folder's lock, if locks are supported.
+
+    Without the lock, the folder would count as a leftover while it has another name.
+    """
     try:
         lock = lock_folder(folder)
     except OSError:
@@ -276,7 +295,10 @@ def _held(folder: Path) -> Any:
 
 
 def put_back(folder: Path) -> None:
-    """Restore a folder after a writer died between the two renames of ``replace_folder``."""
+    """Restore a folder whose writer died within ``replace_folder``.
+
+    If it died between the two renames, the folder still has its other name.
+    """
     if folder.exists():
         return
     for leftover in leftovers(folder):
@@ -287,14 +309,20 @@ def put_back(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return temporary folders next to ``folder``, of live and dead writers, as far as they can be listed."""
+    """Return temporary folders next to ``folder``, of live and of dead writers.
+
+    The list is empty if the parent folder cannot be listed.
+    """
     with contextlib.suppress(OSError):
         return sorted(folder.parent.glob(f"{glob.escape(folder.name)}{_TEMPORARY}*"))
     return []
 
 
 def all_leftovers(root: Path) -> list[Path]:
-    """Return the leftovers of all stores below a root, which has a folder for each model."""
+    """Return the leftovers of all stores below a root.
+
+    The root has a folder for each model.
+    """
     with contextlib.suppress(OSError):
         return sorted(root.glob(f"*/*{_TEMPORARY}*"))
     return []
@@ -306,7 +334,10 @@ def is_temporary(folder: Path) -> bool:
 
 
 def is_written(temporary: Path) -> bool:
-    """Return whether the writer of a temporary folder is alive, as far as this machine can tell."""
+    """Return whether the writer of a temporary folder may be alive.
+
+    Also True if this machine cannot tell.
+    """
     try:
         lock = _lock_given_up(temporary)
     except OSError:
@@ -328,7 +359,10 @@ def clean(temporary: Iterable[Path]) -> list[Path]:
 
 
 def _lock_given_up(leftover: Path) -> int | None:
-    """Lock a temporary folder whose writer has died; None if it is alive, or may be on another machine."""
+    """Lock a temporary folder whose writer has died.
+
+    Returns None if the writer is alive, or may be on another machine.
+    """
     lock = lock_folder(leftover)
     if lock is None:
         return None
@@ -356,12 +390,18 @@ def _remove_locked(folder: Path, lock: int) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether this user made the folder; folders that others put next to a store are not continued."""
+    """Return whether this user made the folder.
+
+    Folders that others put next to a store are not continued.
+    """
     return folder.lstat().st_uid == os.geteuid()
 
 
 def _boot() -> str:
-    """Return eight hex digits that identify the running kernel, the same in all containers of a machine."""
+    """Return eight hex digits that identify the running kernel.
+
+    All containers of a machine have the same.
+    """
     try:
         return _BOOT_ID.read_text().strip().replace("-", "")[:8]
     except OSError:

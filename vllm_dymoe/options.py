@@ -1,4 +1,7 @@
-"""Every option that a user can set, as plain data (docs/options.md); :mod:`vllm_dymoe.resolve` reads them."""
+"""Every option that a user can set, as plain data (docs/options.md).
+
+:mod:`vllm_dymoe.resolve` reads them from where users set them.
+"""
 
 import contextlib
 import os
@@ -65,9 +68,10 @@ Place = Annotated[Path, BeforeValidator(_check_named), AfterValidator(_find_home
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Return the folder of packed experts if ``store_dir`` is not set: in vLLM's cache, else in the user's.
+    """Return the default folder of packed experts, used if ``store_dir`` is not set.
 
-    ConfigError if there is no home directory.
+    The folder is in vLLM's cache if that is set, otherwise in the user's. Raises ConfigError if there is no home
+    directory.
     """
     variables = os.environ if environment is None else environment
     root = Path(variables.get("VLLM_CACHE_ROOT") or variables.get("XDG_CACHE_HOME") or "~/.cache")
@@ -86,7 +90,10 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def store_root(store_dir: Path | None) -> Path:
-    """Return the folder of all packed experts: ``store_dir`` or a cache; ConfigError without a home directory."""
+    """Return the folder of all packed experts: ``store_dir``, or the default folder.
+
+    Raises ConfigError if it needs a home directory and there is none.
+    """
     if store_dir is None:
         return cache_folder()
     try:
@@ -97,12 +104,10 @@ def store_root(store_dir: Path | None) -> Path:
 
 
 class ExpertBudget(BaseModel):
-    """Memory for experts on each rank: bytes, a share of all experts' bytes, or a number of slots.
+    """Memory for experts on each rank; automatic if no field is set.
 
-    Automatic if none is set.
-
-    ``slots`` stands for as many slots as a token uses experts in a layer ("top-k"), or as a layer has experts
-    ("layer").
+    The budget is a number of bytes, a share of all experts' bytes, or a number of slots. ``slots`` stands for as many
+    slots as a token uses experts in a layer ("top-k"), or as a layer has experts ("layer").
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,9 +118,10 @@ class ExpertBudget(BaseModel):
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
-        """Parse "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%").
+        """Parse a budget as a user writes it.
 
-        Raises ConfigError for anything else.
+        ``value`` is "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"). Raises
+        ConfigError for anything else.
         """
         if isinstance(value, ExpertBudget):
             return value
@@ -147,7 +153,10 @@ AUTO = ExpertBudget()
 
 
 class TraceOptions(BaseModel):
-    """How routing is traced, see docs/traces.md; a trace reveals information about prompts."""
+    """How routing is traced, see docs/traces.md.
+
+    A trace reveals information about prompts.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -171,7 +180,7 @@ class TrainPredictorOptions(BaseModel):
 
 
 class Options(BaseModel):
-    """The options of vllm-dymoe; the module says where they are read from."""
+    """The options of vllm-dymoe; :mod:`vllm_dymoe.resolve` says where they are read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -196,9 +205,9 @@ class Options(BaseModel):
     checksums: Literal["first", "always"] = "first"
     """When an expert's bytes are verified: when they are read from disk, or also when they come from the page cache."""
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
-    """Experts without a slot are fetched, or, free slots filled, computed by the host where they lie in its memory, or
-    shared between both as their measured rates say; "auto" computes on a CPU what memory or the page cache has, and on
-    a GPU measures steps of both at the first start and takes the faster one."""
+    """What happens to missing experts: "fetch" copies them to the device, "compute" lets the CPU execute them from host
+    memory once all slots are full, and "share" divides them by the measured rates of both. "auto" computes on a CPU
+    whatever memory or the page cache holds; on a GPU it measures steps at the first start and takes the faster way."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Maximum rows of an expert that the CPU computes for a device; an expert with more rows is fetched."""
     planning: Literal["auto", "host", "device"] = "auto"
@@ -270,14 +279,20 @@ class Options(BaseModel):
 
     @property
     def predictor_file(self) -> Path | None:
-        """Return the predictor to serve with: ``predictor``, or the file that ``train_predictor`` wrote earlier."""
+        """The predictor file to serve with, if any.
+
+        The file that ``train_predictor`` wrote earlier comes before ``predictor``.
+        """
         if self.train_predictor is not None and self.train_predictor.file.is_file():
             return self.train_predictor.file
         return self.predictor
 
     @property
     def computes_misses(self) -> bool:
-        """Whether misses are certainly executed on the CPU; False for "auto", which is resolved later."""
+        """Whether misses are certainly executed on the CPU.
+
+        False for "auto", which is resolved later.
+        """
         return self.misses in ("compute", "share")
 
     @property

@@ -1,4 +1,4 @@
-"""Merges and validates what a user wrote into options that can be served.
+"""Merging and validation of what a user wrote, into options that can be served.
 
 Each error says where the option was set, what is wrong and what to do.
 """
@@ -30,9 +30,10 @@ def resolve_options(
     checkpoint: Mapping[str, Any] | None = None,  # quantization_config of the checkpoint, if it is ours
     environment: Mapping[str, str] | None = None,  # ``os.environ`` if None
 ) -> Options:
-    """Merge the three sources of options; an unset budget or host store is the policy's default.
+    """Merge the three sources of options.
 
-    ConfigError for an unknown key, an invalid value, or a combination that cannot work.
+    An unset budget or host store gets the policy's default. Raises ConfigError for an unknown key, an invalid value, or
+    a combination that cannot work.
     """
     if not isinstance(additional or {}, Mapping):
         raise ConfigError(
@@ -101,7 +102,10 @@ def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(name: str, text: str) -> bool:
-    """Return whether an orchestrator may have set a variable; ``_PORT`` only if it holds an address."""
+    """Return whether an orchestrator may have set a variable.
+
+    A name that ends with ``_PORT`` counts only if the value is an address.
+    """
     return _OF_A_SERVICE.fullmatch(name) is not None or (f"_{name}".endswith("_PORT") and "://" in text)
 
 

@@ -54,7 +54,10 @@ def bench(folder: Path, out: Path, *options: str) -> None:
 
 
 def results(out: Path, layers: int) -> dict[str, Any]:
-    """Return both runs as data: the numbers of `vllm-dymoe bench`, and tokens per second with prompts included."""
+    """Return both runs as data.
+
+    They are the numbers of `vllm-dymoe bench`, and tokens per second with prompts included.
+    """
     rows, titles = [], {}
     for name in ("alone", "together"):
         measured = [row for row in read_rows(out / name / ROWS) if row["kind"] == "speed"]

@@ -1,10 +1,12 @@
-"""The synthetic model: layer shapes of Qwen3-30B-A3B, random weights, as many layers as fit.
+"""The synthetic model: layer shapes of Qwen3-30B-A3B, random weights.
+
+It has as many layers as fit.
 
 Attention, norms and router are as in the real model. The vocabulary shrinks with the number of layers, so that the
 output head keeps its share of a token's time. What a layer adds is small compared with the token it adds to, as at the
-start of training (GPT-2's scaling). Otherwise attention's average over the text, nearly the same for every token, would
-choose the experts. So a random router chooses experts evenly, and repeats them for the next token by chance alone: the
-worst case for any cache.
+start of training (GPT-2's scaling). Otherwise attention's average over the text, nearly the same for every token,
+would choose the experts. So a random router chooses experts evenly, and repeats them for the next token by chance
+alone: the worst case for any cache.
 """
 
 import json
@@ -58,14 +60,20 @@ def config(layers: int) -> dict:
 
 
 def write(folder: Path, layers: int) -> None:
-    """Write the bf16 checkpoint; config.json comes last, so a folder with one is complete."""
+    """Write the bf16 checkpoint.
+
+    config.json comes last, so a folder with one is complete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     # Weights are windows of one random pool, because drawing ten billion numbers takes longer than writing them.
     pool = torch.randn(1 << 25, generator=generator).bfloat16()
 
     def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        """Return a matrix [rows, columns] that maps inputs of rms 1 to outputs of rms ``gain``."""
+        """Return a matrix [rows, columns] of a gain.
+
+        It maps inputs of rms 1 to outputs of rms ``gain``.
+        """
         count = rows * columns
         start = int(torch.randint(pool.numel(), (1,), generator=generator))
         numbers = pool[start : start + count]

@@ -37,7 +37,11 @@ SHAPES = {  # layers, experts, experts of a token, hidden, intermediate
 
 
 def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServer:
-    """Return a server whose misses are computed in memory, with the native call or without."""
+    """Return a server whose misses are computed in memory.
+
+    Args:
+        stepwise: without the native call.
+    """
     options = Options(high=4, low=0, expert_budget=budget, misses="compute")
     engine = make_engine(store, CPU, 0) if stepwise else None
     server = ExpertServer(store, options, CPU, engine=engine)
@@ -47,7 +51,11 @@ def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServe
 
 
 def measure(store: FileStore, shape: tuple[int, ...], steps: int, tokens: int) -> dict[str, float]:
-    """Return the median us of a layer, by path and budget; SystemExit if outputs differ."""
+    """Return the median us of a layer, by path and budget.
+
+    Raises:
+        SystemExit: outputs differ.
+    """
     layers, experts, top_k, hidden, _ = shape
     servers = {
         (path, budget): make_server(store, budget, stepwise=path == "stepwise")

@@ -1,6 +1,7 @@
-"""The same layer in llama.cpp: its matrices of Q4_0, repacked for this processor, through the wheel `xllamacpp`.
+"""The same layer in llama.cpp, through the wheel `xllamacpp`.
 
-The wheel exports ggml's C interface, and one symbol of C++: the buffer whose tensors are repacked.
+Its matrices are of Q4_0, repacked for this processor. The wheel exports ggml's C interface, and one symbol of C++: the
+buffer whose tensors are repacked.
 """
 
 import contextlib

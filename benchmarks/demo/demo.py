@@ -67,7 +67,10 @@ def serve(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def run_engine(name: str, log: Path) -> dict[str, Any]:
-    """Return the results of an engine in its own process; its log is shown if it fails."""
+    """Return the results of an engine in its own process.
+
+    Its log is shown if it fails.
+    """
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
         try:
             return pool.submit(serve, ENGINES[name]).result()
@@ -82,7 +85,10 @@ def _print_into(log: Path) -> None:
 
 
 def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Return shares of equal tokens: of all, and up to each answer's first difference, after which texts diverge."""
+    """Return shares of equal tokens.
+
+    They are the share of all tokens, and that up to each answer's first difference, after which texts diverge.
+    """
     equal = compared = comparable = parted = 0
     for ours, theirs in zip(tokens, reference, strict=True):
         same = [a == b for a, b in zip(ours, theirs, strict=True)]
@@ -101,7 +107,10 @@ def show_texts(console: Console, answers: dict[str, Any]) -> None:
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Return the table: a head, then latency, rate, hits, bytes and equal tokens of each engine."""
+    """Return the table.
+
+    It has a head, then latency, rate, hits, bytes and equal tokens of each engine.
+    """
     reference = results["vLLM"]["tokens"]
     table = [["", "TTFT ms", "TPOT ms", f"batch of {len(reference)}, tokens/s", "experts on device", "hits", "moved"]]
     table[0] += ["equal tokens", "to first difference"]

@@ -1,8 +1,9 @@
-"""What decode on tensor cores should gain on the measured card, by instructions alone. No GPU is needed.
+"""What decode on tensor cores should gain, by instructions alone.
 
-Measured times without tensor cores are scaled by the instructions of both kernels' loops over a warp's strip: right if
-issue is what bounds the one that was measured, as its share of memory's bound says, and nothing else bounds the other
-one before memory does. The estimate is no measurement; `gpu.py --parts decode` is one.
+The gain is on the measured card; no GPU is needed. Measured times without tensor cores are scaled by the instructions
+of both kernels' loops over a warp's strip. That is right if instruction issue bounds the kernel that was measured, as
+its share of memory's bound says, and nothing else bounds the other one before memory does. The estimate is no
+measurement; `gpu.py --parts decode` is one.
 """
 
 import json
@@ -21,7 +22,10 @@ TOKENS = 1, 16
 
 
 def on_tensor_cores(tokens: int, triton: str = "3.6.0", architecture: int = 90) -> int:
-    """Return the larger one of gate and up's and down's instructions for up to so many tokens of an expert."""
+    """Return the instructions for up to so many tokens of an expert.
+
+    Of gate and up and of down, the larger number counts.
+    """
     note = f"device, {8 if tokens <= 8 else 16} tokens"
     rows = json.loads((HERE / "compiled.json").read_text())
     return max(

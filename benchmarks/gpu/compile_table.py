@@ -79,9 +79,12 @@ def problems(row: dict) -> list[str]:
 
 
 def has_flow(row: dict) -> bool:
-    """Whether it has to say how outputs are computed (``flow.py``): down, whose products are those of gate and up, as
-    devices launch it, on one architecture of each kind; on sm_80 of a code of each kind. On tensor cores every code on
-    one architecture, and 4 and 4/2 bits on all."""
+    """Return whether a row has to say how outputs are computed (``flow.py``).
+
+    These are the rows of down, whose products are those of gate and up, as devices launch it, on one architecture of
+    each kind; on sm_80 of a code of each kind. On tensor cores they are every code on one architecture, and 4 and 4/2
+    bits on all.
+    """
     if row["kernel"] == "mma_down":
         return row["architecture"] == MAIN or row["precisions"] in ("4", "4/2")
     of_a_kind = row["architecture"] == 80 and row["precisions"] in ("4", "8/4", "e8+e8/e8")
@@ -153,7 +156,10 @@ def known_rows() -> list[dict]:
 
 
 def fresh(rows: list[dict], planned: Iterable[Variant]) -> list[dict]:
-    """Return rows of planned variants whose source, tile and arguments have not changed."""
+    """Return rows of planned variants that have not changed.
+
+    Source, tile and arguments are compared.
+    """
     known = {variant.key: variant.digest for variant in planned}
     rows = [row for row in rows if row["triton"] in TRITONS and known.get(key(row)[1:]) == row["digest"]]
     return [row for row in rows if "flow" in row or not has_flow(row)]

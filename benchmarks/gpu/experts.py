@@ -1,4 +1,7 @@
-"""Experts without a server: their computation by a kernel, and the arguments of a launch."""
+"""Experts without a server.
+
+This module has their computation by a kernel, and the arguments of a launch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -27,7 +30,11 @@ class ExpertWork(NamedTuple):
 
 
 def work_of_ids(experts: Mapping[int, PackedExpert], ids: Tensor) -> list[ExpertWork]:
-    """Return the work of each expert that occurs in ids, int [tokens, top_k] on the experts' device."""
+    """Return the work of each expert that occurs in ids.
+
+    Args:
+        ids: int [tokens, top_k] on the experts' device.
+    """
     pairs = ids.flatten().argsort(stable=True).split(ids.flatten().bincount().tolist())
     return [ExpertWork(*experts[expert], rows // ids.shape[1], rows) for expert, rows in enumerate(pairs) if len(rows)]
 
@@ -60,7 +67,10 @@ def begin_experts(
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
-    """Return a random matrix of a format, with weights and biases of a model's usual size, over poisoned bytes."""
+    """Return a random matrix of a format, over poisoned bytes.
+
+    Weights and biases have a model's usual size.
+    """
     generator = torch.Generator().manual_seed(seed)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
     base = torch.full((format.base.nbytes,), 0xEE, dtype=torch.uint8) if format.nested else None
@@ -113,7 +123,10 @@ def _pack_floats(format: MatrixFormat, codes: Tensor, size: float, section: Tens
 
 
 def section_of(packed: PackedMatrix) -> Tensor:
-    """Return the bytes that a packed matrix is a view of, from the first of its section to the last."""
+    """Return the bytes that a packed matrix is a view of.
+
+    They are those from the first of its section to the last.
+    """
     return torch.empty(0, dtype=torch.uint8, device=packed.weight.device).set_(packed.weight.untyped_storage())
 
 
@@ -155,7 +168,10 @@ def table_of_slices(
 
 
 def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Return offsets of gate, up and down in a packed expert; for nested codes, those of the upper halves."""
+    """Return offsets of gate, up and down in a packed expert.
+
+    For nested codes, they are those of the upper halves.
+    """
     gate, up, _ = (fmt.base if fmt.nested else fmt for fmt in shape.formats(bits))
     return 0, gate.nbytes, gate.nbytes + up.nbytes
 
@@ -167,9 +183,10 @@ def residual_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
 
 
 def captured(function: Callable[[], Any]) -> Any:
-    """Return a graph of launches, captured as in vLLM: any thread that disturbs it makes it fail.
+    """Return a graph of launches, captured as in vLLM.
 
-    The launches run once before, on the capture's stream, which compiles them.
+    Any thread that disturbs the capture makes it fail. The launches run once before, on the capture's stream, which
+    compiles them.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,9 +1,10 @@
-"""Is every output of decode computed by the same operations, however it is launched? Runs PTX on trees of floats.
+"""Checks that every output of decode is computed by the same operations.
 
-One program of a compiled kernel runs here, all threads in step, on random bytes. Integers are computed. A float
-operation gives, in addition to its value, a hash of its name and rounding and of its operands' hashes: two outputs have
-equal hashes if the same operations were applied in the same order to the same bits. ``compile_table.py`` records for
-each kernel that fetches, and for the same one that does not, the hashes of two tokens, each alone and both together.
+This has to hold however decode is launched. This module runs PTX on trees of floats: one program of a compiled kernel
+runs here, all threads in step, on random bytes. Integers are computed. A float operation gives, in addition to its
+value, a hash of its name and rounding and of its operands' hashes: two outputs have equal hashes if the same
+operations were applied in the same order to the same bits. ``compile_table.py`` records for each kernel that fetches,
+and for the same one that does not, the hashes of two tokens, each alone and both together.
 """
 
 import re
@@ -48,7 +49,10 @@ def _tree(value: Value) -> Lanes:
 
 
 class Program:
-    """The first program of a launch, which takes integer arguments; `trees` are for each 16 bits of memory."""
+    """The first program of a launch, which takes integer arguments.
+
+    `trees` are for each 16 bits of memory.
+    """
 
     def __init__(self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int) -> None:
         lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") : ptx.index("// -- End")].splitlines()]
@@ -155,9 +159,10 @@ class Program:
         return [self._value(part.strip()) for part in text.strip("{} ").split(",")]
 
     def _multiply(self, words: list[str], operands: list[list[Value]], to: str) -> None:
-        """mma.m16n8k16 of 16-bit floats: to = a b + c, of every warp; the fragments are PTX's, see its ISA.
+        """Run mma.m16n8k16 of 16-bit floats, of every warp: to = a b + c.
 
-        The sum over k is exact here, and then rounded; hardware rounds oftener, in an order that it does not tell.
+        The fragments are PTX's, see its ISA. The sum over k is exact here, and then rounded; hardware rounds oftener,
+        in an order that it does not tell.
         """
         kind, warps, name = words[-2], len(self._lane) // 32, ".".join(words)
         if words[1:3] != ["sync", "aligned"] or "m16n8k16" not in words or words[-4] != "f32" or words[-1] != "f32":
@@ -357,9 +362,10 @@ def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
 
 
 def _left_to_ptxas(ptx: str) -> list[str]:
-    """Return sums of a product that is rounded in PTX, but names no rounding: ptxas may fuse the two instructions.
+    """Return sums of a product that is rounded in PTX, but names no rounding.
 
-    Products with powers of two are exact, and do not count. This also reads paths that are not run here, but no pairs.
+    ptxas may fuse the two instructions. Products with powers of two are exact, and do not count. This also reads paths
+    that are not run here, but no pairs.
     """
     products, found = set[str](), []
     for line in re.finditer(r"(mul|add|sub)\.f32\s+(%\w+), (\S+), (\S+);", ptx):
@@ -372,7 +378,11 @@ def _left_to_ptxas(ptx: str) -> list[str]:
 
 
 def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
-    """Return hashes and bits [2, 2, 64] of the first program's outputs for two positions, some of them computed."""
+    """Return hashes and bits of the first program's outputs for two positions.
+
+    Returns:
+        [2, 2, 64]; only the positions from `first` to `last` are computed.
+    """
     constants, memory, sections = variant.constants, _random_bytes().copy(), np.arange(1, 4) << 24
     names = [name for name in variant.code.arg_names if name in variant.types]
     place, top_k = {name: (number + 1) << 20 for number, name in enumerate(names)}, constants.get("TOP_K", 1)

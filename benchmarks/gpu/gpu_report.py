@@ -1,4 +1,7 @@
-"""Formats the findings of `make gpu` for a terminal and for the README's table, without a GPU."""
+"""Formats the findings of `make gpu`, without a GPU.
+
+They are for a terminal and for the README's table.
+"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Times of the kernels on a card, compared with the bound set by the card's own copy bandwidth and matrix rate.
+"""Times of the kernels on a card, compared with their bound.
 
-They are times of CUDA graphs that rotate over copies of the experts, so that weights come from memory, not from a
-cache.
+The bound is set by the card's own copy bandwidth and matrix rate. Times are of CUDA graphs that rotate over copies of
+the experts, so that weights come from memory, not from a cache.
 """
 
 import os
@@ -39,7 +39,10 @@ def run(record: Recorder, precisions: Sequence[str] = tuple(PRECISIONS)) -> None
 
 
 def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str], tokens: Sequence[int]) -> Machine:
-    """Measure the card, then one layer of each kind, then experts that are fetched through."""
+    """Measure the card, and then the layers.
+
+    One layer of each kind is measured, then experts that are fetched through.
+    """
     chosen = [(layer, name) for layer in layers for name in precisions]
     # Compiling takes longer than measuring, so processes compile concurrently into Triton's cache on disk.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
@@ -83,7 +86,10 @@ def seconds(function: Callable[[], object], least: float = 0.2) -> float:
 
 
 def measure_machine() -> Machine:
-    """Return the bandwidth of a copy, the rate of a product, and the bandwidth from pinned memory."""
+    """Return the card's rates.
+
+    They are the bandwidth of a copy, the rate of a product, and the bandwidth from pinned memory.
+    """
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy = 2 * size / seconds(lambda: target.copy_(source))
@@ -125,7 +131,10 @@ def measure_layer(
     record: Recorder, machine: Machine, layer: Model, precisions: str, count: int, decode: Decode = Decode.PLAIN,
     least: float = 0.2,
 ) -> None:  # fmt: skip
-    """Measure one layer's step of `count` tokens, beside the bound; `least` as in :func:`seconds`."""
+    """Measure one layer's step of `count` tokens, and compare it with the bound.
+
+    `least` is as in :func:`seconds`.
+    """
     bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory allows: this times kernels, not workspaces.
@@ -157,7 +166,10 @@ def measure_layer(
 
 
 def fetching_step(layer: Model) -> Callable[[], None]:
-    """Return a step that computes one token with two experts of 4 bits in pinned memory, and writes them into slots."""
+    """Return a step that fetches two experts through.
+
+    It computes one token with two experts of 4 bits in pinned memory, and writes the experts into slots.
+    """
     size, shape = layer.format(4).nbytes, ExpertShape(layer.hidden, layer.intermediate, layer.group, DTYPE)
     slices = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     slots = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]

@@ -1,7 +1,8 @@
-"""Do compiled decode kernels compute what they should? Runs all programs of a launch on their PTX, without a card.
+"""Checks what compiled decode kernels compute, without a card.
 
-Triton's interpreter executes Python, so it does not show what the compiler does: with ``up = gate`` before a loop that
-moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and decoded experts gave zeros.
+All programs of a launch run on their PTX. Triton's interpreter executes Python, so it does not show what the compiler
+does: with ``up = gate`` before a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and
+decoded experts gave zeros.
 """
 
 import re
@@ -38,7 +39,10 @@ ENCODINGS = tuple(encoding for encoding in WHOLE.values() if encoding.stored_bit
 
 
 class Launched(Program):
-    """One program of a launch, at its place in the grid, after earlier ones have ended."""
+    """One program of a launch, at its place in the grid.
+
+    Earlier programs have ended.
+    """
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
@@ -66,7 +70,9 @@ class Launched(Program):
 
 
 class Host:
-    """Runs launches on the host: tensors, and where they lie in what is a card's memory there.
+    """Runs launches on the host.
+
+    It has tensors, and their places in what stands for a card's memory.
 
     Args:
         architecture: that is compiled for.
@@ -222,13 +228,19 @@ ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.value
 
 
 def plain_launches() -> Iterator[tuple[int, Launch]]:
-    """An architecture and launches of every code: a token alone, and three whose sums are shared, fetched, weighted."""
+    """Yield an architecture and launches of every code.
+
+    They are of a token alone, and of three tokens whose sums are shared, fetched and weighted.
+    """
     for code in ENCODINGS:
         yield from ((MAIN, Launch(code, tokens, **more)) for tokens, more in ((1, {}), (3, SHARED)))
 
 
 def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
-    """Architectures and launches on tensor cores: of three tokens, and of eleven; every code on one architecture."""
+    """Yield architectures and launches on tensor cores.
+
+    They are of three tokens, and of eleven; every code occurs on one architecture.
+    """
     for architecture in (80, 89, MAIN, 120):
         codes = ON_TENSOR_CORES if architecture == MAIN else (STEPS[2], NESTED[4])
         yield from ((architecture, Launch(code, 3, **SHARED, tensor_cores=8)) for code in codes)

@@ -1,4 +1,7 @@
-"""The layers that are measured, and the hardware's best possible times, without a GPU."""
+"""The layers that are measured, and the hardware's best possible times.
+
+Neither needs a GPU.
+"""
 
 import random
 from collections.abc import Sequence
@@ -71,7 +74,10 @@ class Work:
 
 
 def route(layer: Model, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Return the experts of each token: uniformly random, the worst case for few tokens."""
+    """Return the experts of each token.
+
+    They are uniformly random, the worst case for few tokens.
+    """
     generator = random.Random(seed)
     return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]
 

@@ -1,4 +1,7 @@
-"""Compiles a variant ahead of time, without a GPU or a driver, and reads the machine code."""
+"""Compiles a variant ahead of time, and reads the machine code.
+
+It needs neither a GPU nor a driver.
+"""
 
 import re
 import subprocess
@@ -51,10 +54,11 @@ def compiled_ptx(variant: Variant) -> str:
 
 
 def fused_instructions(variant: Variant) -> list[str]:
-    """Return lines of the PTX and of the machine code that multiply and add floats with one rounding.
+    """Return lines that multiply and add floats with one rounding.
 
-    A division is made of such instructions in machine code, and still rounds correctly: of a variant that divides only
-    the PTX is read, whose products and sums name their rounding.
+    They are lines of the PTX and of the machine code. A division is made of such instructions in machine code, and
+    still rounds correctly: of a variant that divides only the PTX is read, whose products and sums name their
+    rounding.
     """
     source, target, options = _prepared(variant)
     compiled = triton.compile(source, target=target, options=options)
@@ -82,7 +86,10 @@ def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Return registers, bytes of local memory, and lines of machine code, from the tools that come with Triton."""
+    """Return registers, bytes of local memory, and lines of machine code.
+
+    They come from the tools that Triton ships.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,14 +1,14 @@
-"""Which policy is planned on the device in which kind of step, and what does the host do for a layer?
+"""Which policy is planned on the device, and what does the host do for a layer?
 
     python benchmarks/gpu/policies.py [FILE]
 
-Prints a table, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card with a link of 8 GB/s,
-and is refused if its outputs differ from those of the same precisions with every expert resident. Waits are uses of a
-number that only the device has, before a layer is enqueued. Launches and host time are measured in the Triton path with
-launches that do nothing, for a layer in the middle of a step, or of the draft. Prompts have 64 tokens; a quarter
-of the experts has slots. DP+EP: the rows of another engine lie before this one's, as a gathering leaves them; it counts
-as one launch. Disk: a store that is not in memory, behind the thread that brings what a plan misses. Policies that ask
-gates ask random ones, and the paper's network has random weights.
+Prints a table for each kind of step, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card
+with a link of 8 GB/s, and is refused if its outputs differ from those of the same precisions with every expert
+resident. Waits are uses of a number that only the device has, before a layer is enqueued. Launches and host time are
+measured in the Triton path with launches that do nothing, for a layer in the middle of a step, or of the draft.
+Prompts have 64 tokens; a quarter of the experts has slots. DP+EP: the rows of another engine are before this one's, as
+a gathering leaves them; it counts as one launch. Disk: a store that is not in memory, with the thread that brings what
+a plan misses. Policies that ask gates ask random ones, and the paper's network has random weights.
 """
 
 import json
@@ -113,13 +113,13 @@ class Kind:
     on_disk: bool = False
 
     def store(self) -> Any:
-        """The experts, anew: a draft's become part of the model's."""
+        """Return the experts, anew: a draft's become part of the model's."""
         if self.drafts:
             return join(make_store(STORE.experts), make_store(replace(STORE.experts, layers=(1,))))
         return FaultyStore(STORE) if self.on_disk else STORE
 
     def layers(self, seed: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
-        """Each layer of a step with the number of tokens that it is told, and its inputs."""
+        """Return each layer of a step with the tokens it is told, and its inputs."""
         passes = [(layer, self.tokens) for layer in range(LAYERS)]
         if self.drafts:  # over all rows, and then for a row of each request, of which the graph is told nothing
             passes += [(LAYERS, self.tokens), (LAYERS, 1)]
@@ -157,7 +157,10 @@ KINDS = {
 
 
 def bits_are_equal(name: str, kind: Kind) -> bool:
-    """Return whether a cell on the emulated card gives the bits of host-side planning with every expert resident."""
+    """Return whether a cell on the emulated card gives the right bits.
+
+    They are those of host-side planning with every expert resident.
+    """
     given = options_of(name)
     budget, policy = given.pop("budget"), POLICIES[name](**given.pop("parameters", {}))
     everything = budget if POLICIES[name]().residency.migrating is not None else "100%"  # which serves what is resident
@@ -179,14 +182,17 @@ def bits_are_equal(name: str, kind: Kind) -> bool:
 
 
 def host_waits(name: str, kind: Kind) -> list[str]:
-    """Return what waits for the device in a step, when kernels do nothing and only the device has numbers."""
+    """Return what waits for the device in a step.
+
+    Kernels do nothing, and only the device has numbers.
+    """
 
     class Nothing(PlainLargeBatch):
         def plan(self, layer, x, *rest):
             self._x = x
 
         def copy(self, group):
-            """Nothing."""
+            """Do nothing."""
 
         compute = copy
 

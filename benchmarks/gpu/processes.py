@@ -1,4 +1,7 @@
-"""Runs parts in their own processes: a hang ends at a limit, and a fault of the card ends only one part."""
+"""Runs parts in their own processes.
+
+A hang ends at a limit, and a fault of the card ends only one part.
+"""
 
 import contextlib
 import os

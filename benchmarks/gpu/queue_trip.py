@@ -1,8 +1,8 @@
-"""How long is an empty round trip to the CPU queue, by the time since the last one? No GPU is needed.
+"""How long is an empty round trip to the CPU queue? No GPU is needed.
 
-A device waits for the answers of each layer, and computes something else for some time between two layers. Threads that
-sleep meanwhile have to be woken; threads that spin (from 8 cores of a rank on) do not. What a device's own access over
-PCIe adds is not in these numbers.
+It depends on the time since the last one: a device waits for the answers of each layer, and computes something else
+for some time between two layers. Threads that sleep meanwhile have to be woken; threads that spin (from 8 cores of a
+rank on) do not. What a device's own access over PCIe adds is not in these numbers.
 """
 
 import sys

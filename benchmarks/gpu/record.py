@@ -1,4 +1,7 @@
-"""Findings of a part of `make gpu`, as lines of JSON, which exist even if the part hangs or dies."""
+"""Findings of a part of `make gpu`, as lines of JSON.
+
+They exist even if the part hangs or dies.
+"""
 
 import json
 import time
@@ -51,9 +54,9 @@ class Recorder:
             self._write("check", name=name, wrong=wrong, seconds=round(time.perf_counter() - begin, 2))
 
     def speed(self, name: str, unit: str, measured: float, bound: float, share: float, remark: str = "") -> None:
-        """A measurement beside what the hardware allows, both in a unit, and its share of that, 0 to 1.
+        """Record a measurement, what the hardware allows, and its share of that.
 
-        The bound is 0 where none is known.
+        The first two are in the same unit; the share is from 0 to 1. The bound is 0 where none is known.
         """
         self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
 

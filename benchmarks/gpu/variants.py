@@ -1,14 +1,14 @@
-"""Every variant that is compiled ahead of time: the launches of the code, recorded instead of launched.
+"""Every variant that is compiled ahead of time.
 
-All combinations of precisions, tiles, dtype, bias, activation, group size and way of launching would take days; tests
-launch them in the interpreter. Compiled are, on the H100's architecture: every width alone, the mixes 4/2 and 16/4,
-each kind of published floats and lattice codes, in decode and grouped on the largest tile; these in decode also as
-device-planned steps launch them (fetching, weighted, with 32-bit indices), which the oldest and the newest architecture
-architecture have as well; the weighted sum, rotations, and what places experts, decides a step, and copies. Decode on
-tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and
-data-center Blackwell have 4 and 4/2 bits without them beside that.
+They are the launches of the code, recorded instead of launched. All combinations of precisions, tiles, dtype, bias,
+activation, group size and way of launching would take days; tests launch them in the interpreter.
 
-Codes of 4/2 and 8/4 are two sections, as they are stored.
+On the H100's architecture these are compiled: every width alone, the mixes 4/2 and 16/4, each kind of published floats
+and lattice codes, in decode and grouped on the largest tile; these in decode also as device-planned steps launch them
+(fetching, weighted, with 32-bit indices), which the oldest and the newest architecture have as well; the weighted sum,
+rotations, and the kernels that place experts, plan a step, and copy. Decode on tensor cores is compiled for every code
+on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and data-center Blackwell have, in addition, 4 and
+4/2 bits without tensor cores. Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
 
 import ast
@@ -107,7 +107,10 @@ class Variant:
 
     @property
     def code(self) -> Any:
-        """The kernel itself; by name, because Triton's functions cannot be sent to another process."""
+        """The kernel itself.
+
+        It is found by name, because Triton's functions cannot be sent to another process.
+        """
         name, modules = (
             f"{self.kernel}_kernel",
             (launch, mma_decode, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
@@ -121,7 +124,10 @@ class Variant:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of everything that determines its machine code, except the compiler."""
+        """16 hex digits of what determines the variant's machine code.
+
+        The compiler is left out.
+        """
         parts = [_code(module) for module in _MODULES[self.kernel]]
         parts += [json.dumps([self.types, self.constants, self.options], sort_keys=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -162,7 +168,10 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Everything on one architecture, and on the others what the device's own steps launch."""
+    """Yield everything on one architecture, and a part on the others.
+
+    The part is what the device's own steps launch.
+    """
     for architecture in ARCHITECTURES:
         for found in variants(architecture):
             if found.kernel.startswith("mma"):
@@ -184,7 +193,10 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
-    """Return the variant for one token of one expert, without addresses, with indices as in the server."""
+    """Return the variant for one token of one expert.
+
+    It has no addresses, and indices as in the server.
+    """
     grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
     tile = getattr(tiles.on_tensor_cores(case.tensor_cores) if case.tensor_cores else tiles, kernel)
     tile = tile[-1] if grouped else tile
@@ -208,7 +220,10 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
 
 
 def _others(architecture: int) -> Iterator[Variant]:
-    """Yield the weighted sum, and the kernels that place experts, plan a step and copy."""
+    """Yield the other kernels.
+
+    They are the weighted sum, and the kernels that place experts, plan a step and copy.
+    """
     for hidden, top_k, dtype, absent in _SUMS:
         name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
         ids = torch.empty(1, top_k, dtype=torch.int32)
@@ -246,7 +261,10 @@ def _others(architecture: int) -> Iterator[Variant]:
 
 
 def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
-    """What names, judges, lists and copies predicted experts: of one gate or six, for one coming layer or two."""
+    """Yield the kernels that name, judge, list and copy predicted experts.
+
+    They are for one gate or six, and for one coming layer or two.
+    """
     table = vars(Table.allocate(2, experts, rows=1, top_k=top_k, depth=1, device="cpu"))
     listed, rows = vars(PrefetchList.allocate(experts, "cpu")), torch.zeros(1).int()
     key = f"{experts} experts", "", ""
@@ -269,7 +287,10 @@ def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
-    """Yield the kernels around the products of a large-batch step: with marks, and, for nested versions, streamed."""
+    """Yield the kernels around the products of a large-batch step.
+
+    They have marks, and, for nested versions, streamed groups.
+    """
     shape, steps = LargeBatchShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
     table = vars(Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested))
     plan = LayerPlan.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
@@ -289,7 +310,10 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
 
 
 def _cpu_queue(architecture: int) -> Iterator[Variant]:
-    """Yield the kernels that a step launches around its products if the CPU computes misses."""
+    """Yield the kernels that a step launches around its products.
+
+    They are needed if the CPU computes misses.
+    """
     shape, plan = cpu_queue.QueueShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), LayerPlan.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
     rows, door = x.new_empty(128, SIZES[0]), cpu_queue.DeviceQueue(shape, turn, ids.flatten())
@@ -332,13 +356,46 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
 
 @cache
 def _code(module: str) -> str:
-    """Return a module without comments and docstrings, which change no machine code."""
-    tree = ast.parse((Path(launch.__file__).parent / f"{module}.py").read_text())
+    """Return the part of a module that becomes machine code.
+
+    That is its compiled functions, and what they use. Comments and docstrings change no machine code. Functions of the
+    host do not either: the arguments with which they launch kernels are hashed as arguments.
+    """
+    return _compiled_part((Path(launch.__file__).parent / f"{module}.py").read_text())
+
+
+def _compiled_part(source: str) -> str:
+    statements = ast.parse(source).body
+    kept = [part for part in statements if isinstance(part, ast.FunctionDef) and _is_compiled(part)]
+    used: set[str] = set()
+    while more := {node.id for part in kept for node in ast.walk(part) if isinstance(node, ast.Name)} - used:
+        used |= more
+        kept = [part for part in statements if part in kept or _binds(part, used)]
+    tree = ast.Module(kept, type_ignores=[])
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+        elif isinstance(body, list):
             node.body = [part for part in body if not _is_text(part)] or [ast.Pass()]
     return ast.unparse(tree)
+
+
+def _is_compiled(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in function.decorator_list)
+
+
+def _binds(statement: ast.stmt, names: set[str]) -> bool:
+    """Return whether a statement of a module binds one of `names`.
+
+    It may define, assign or import it.
+    """
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return statement.name in names
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return any((alias.asname or alias.name) in names for alias in statement.names)
+    bound = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return not names.isdisjoint(bound)
 
 
 def _is_text(statement: ast.stmt) -> bool:

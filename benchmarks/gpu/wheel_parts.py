@@ -29,7 +29,11 @@ def split(wheel: Path, folder: Path, mib: int) -> int:
 
 
 def join(folder: Path, into: Path) -> Path:
-    """Write the wheel and return its path. ValueError names pieces that are missing or have other bytes."""
+    """Write the wheel and return its path.
+
+    Raises:
+        ValueError: pieces are missing or have other bytes; the message names them.
+    """
     index = json.loads((folder / INDEX).read_text())
     paths = [folder / f"{number:03}.piece" for number in range(len(index["pieces"]))]
     wrong = [

@@ -1,4 +1,6 @@
-"""The model of the benchmark: the shipped one with wide experts, so that routers are real and bytes are many.
+"""The model of the benchmark: the shipped one with wide experts.
+
+So routers are real and bytes are many.
 
 Rows added to gate and up are random, and the matching columns of down are zero: no result changes, and no file is easy
 to compress. Written as a dymoe checkpoint at 4 bits, and as GGUF at llama.cpp's 4 bits (Q4_0).
@@ -17,7 +19,10 @@ from gguf_file import SHIPPED, write_gguf
 
 
 def widened(width: int) -> dict[str, torch.Tensor]:
-    """Return all tensors at 16 bits; experts are made layer by layer when they are read."""
+    """Return all tensors at 16 bits.
+
+    Experts are made layer by layer when they are read.
+    """
     return {name: _wide(name, tensor, width) for name, tensor in load_file(SHIPPED / "model.safetensors").items()}
 
 
@@ -33,7 +38,10 @@ def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def write(folder: Path, width: int) -> tuple[Path, Path]:
-    """Write the dymoe checkpoint and the GGUF file, unless an earlier run did; return their paths."""
+    """Write the dymoe checkpoint and the GGUF file; return their paths.
+
+    Nothing is written if an earlier run did.
+    """
     packed, gguf = folder / f"packed-{width}", folder / f"model-{width}.gguf"
     if packed.is_dir() and gguf.is_file():
         return packed, gguf

@@ -16,7 +16,10 @@ from vllm_dymoe.prefetch.side_stream import make_side_stream
 
 
 class Oracle(Predictor):
-    """Predicts exactly what the next layer's router will choose, from earlier equal requests: greedy answers repeat."""
+    """Predicts exactly what the next layer's router will choose.
+
+    It knows this from earlier equal requests: greedy answers repeat.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""Measures the host time of a prediction by each predictor, for vllm_dymoe/plan/costs.json.
+"""Measures the host time of a prediction by each predictor.
+
+The numbers are for vllm_dymoe/plan/costs.json.
 
 A CPU evaluates networks and gates of Qwen3-30B-A3B's sizes, one token at a time; for a GPU the host enqueues about as
-many small kernels. Costs of planning and launching are measured by tests/kernels/gpu_at_true_sizes.py on a GPU, and are
-not changed.
+many small kernels. Costs of planning and launching are measured by tests/kernels/gpu_at_true_sizes.py on a GPU, and
+are not changed.
 """
 
 import json

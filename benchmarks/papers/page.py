@@ -1,4 +1,7 @@
-"""The papers' page and its pictures, from results.json alone: per claim the paper's number, ours, and the verdict."""
+"""The papers' page and its pictures, from results.json alone.
+
+For each claim it has the paper's number, ours, and the verdict.
+"""
 
 # ruff: noqa: E501 (sentences of the page)
 import itertools

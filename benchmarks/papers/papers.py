@@ -47,7 +47,7 @@ _PCIE3 = "13.4GB/s"  # 15.75 GB/s minus protocol overhead
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """A card by its data sheet alone, as the papers' own kernels would use it."""
+    """Return a card by its data sheet alone, as the papers' kernels would use it."""
     return replace(find_measured(name, link), rates=())
 
 
@@ -103,9 +103,9 @@ class Bench:
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, costs: Costs | None = None,
         *, trace: Trace | None = None, all_of_16: bool = False, **how: Any,
     ) -> Simulator:  # fmt: skip
-        """Return a simulator with a share of all experts' bytes at high, or "top-k" or "layer".
+        """Return a simulator with a share of all experts' bytes at high.
 
-        With ``all_of_16`` the share is of all experts at 16 bits.
+        The share can also be "top-k" or "layer". With ``all_of_16`` the share is of all experts at 16 bits.
         """
         trace = trace or self.trace
         header, chosen = trace.header, Options(planning="host", group_size=64, **given)
@@ -147,7 +147,11 @@ class Bench:
     def row(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
     ) -> dict[str, Any]:
-        """Serve the replayed requests one at a time, after some others; return means with the spread over requests."""
+        """Serve the replayed requests one at a time, after some others.
+
+        Returns:
+            means with the spread over requests.
+        """
         key = json.dumps([given, share, vars(sizes), vars(device), str(how)], sort_keys=True)
         if key in self._known:  # from an interrupted run
             return self._known[key]
@@ -330,7 +334,10 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
 
 
 def adaptive(bench: Bench) -> dict[str, Any]:
-    """Return the time that fetching high versions costs: 4/2 at half and a quarter of the residual slices, by batch."""
+    """Return the time that fetching high versions costs.
+
+    It is measured at 4/2 with half and a quarter of the residual slices, by batch.
+    """
     device = find_device("a6000", None)
     rows = {
         "dynaexq": policy("dynaexq", 4, 2, window_s=0.02),

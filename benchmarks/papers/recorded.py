@@ -54,7 +54,10 @@ def domain_of(request: int) -> str:
 
 
 def _windows() -> tuple[list[list[int]], list[list[int]]]:
-    """Return token ids of the replayed windows, and of the training windows: other parts of the same files."""
+    """Return token ids of the replayed windows, and of the training windows.
+
+    They are different parts of the same files.
+    """
     from transformers import AutoTokenizer
 
     tokenizer, replayed, others = AutoTokenizer.from_pretrained(MODEL), list[list[int]](), list[list[int]]()
@@ -107,7 +110,10 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
 
 
 def _train(read: Trace, out: Path) -> None:
-    """Train the paper's network on every token of the texts, each of which was routed as in decode."""
+    """Train the paper's network on every token of the texts.
+
+    Each token was routed as in decode.
+    """
     every = Trace(**{**vars(read), "prefill": torch.zeros_like(read.prefill), "router_inputs": None})
     trained = train(every, ARCHITECTURES[ARCHITECTURE], Recipe(_EPOCHS))
     architecture = {"name": ARCHITECTURE, **asdict(ARCHITECTURES[ARCHITECTURE])}

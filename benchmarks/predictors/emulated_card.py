@@ -54,7 +54,10 @@ WARM_UP = 24  # tokens before those that are measured
 
 
 class Model:
-    """The shipped model's routing: tokens to serve, gates, and a network that has learnt from the others."""
+    """The shipped model's routing.
+
+    It has tokens to serve, gates, and a network that has learnt from the others.
+    """
 
     def __init__(self, trace: Trace, tokens: int) -> None:
         decoded, header = answers_of(trace), trace.header
@@ -113,7 +116,8 @@ class Model:
 def measure(model: Model, way: str) -> dict[str, Any]:
     """Measure every policy with one of the options ``misses``.
 
-    AssertionError if outputs are not those with every expert resident.
+    Raises:
+        AssertionError: outputs are not those with every expert resident.
     """
     layers, nbytes = model.header.num_layers, model.experts.formats[4].whole_nbytes
     resident = model.server("exact, nothing ahead", "fetch", "100%", 1e3)

@@ -73,7 +73,10 @@ def measure(trace: Trace, architectures: Sequence[str], epochs: int) -> Iterator
 
 
 def main() -> None:
-    """Print a line for each, and write the numbers to results.json, which docs/predictors.md quotes."""
+    """Print a line for each, and write the numbers to results.json.
+
+    docs/predictors.md quotes that file.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=list(ARCHITECTURES), help="all if none")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")

@@ -1,8 +1,10 @@
-"""AWQ for comparison: input channels with large activations are scaled up while they are rounded.
+"""AWQ for comparison.
+
+Input channels with large activations are scaled up while they are rounded.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization" (2024), section 3.2: s = a^alpha, alpha by a search in twenty
-steps for the least error of outputs, where a is the size of a channel's activations (their root mean square here). gate
-and up of a layer share their s, which the norm before them would absorb; down's is its expert's. No clipping.
+steps for the least error of outputs, where a is the size of a channel's activations (their root mean square here).
+gate and up of a layer share their s, which the norm before them would absorb; down's is its expert's. No clipping.
 """
 
 import torch

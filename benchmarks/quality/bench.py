@@ -1,4 +1,6 @@
-"""The shipped model in one vLLM engine, whose experts are exchanged between measurements, and its loss of quality.
+"""The shipped model in one vLLM engine, and its loss of quality.
+
+The model's experts are exchanged between measurements.
 
 The engine computes everything but the experts in the same way every time; measurements differ only in the server: its
 store, options and policy. vLLM scores a text as a prompt (``prompt_logprobs``), in one step or, if its scheduler may
@@ -141,9 +143,11 @@ class Bench:
         return found, between
 
     def score(self, variant: Variant, texts: list[list[int]], *, decode: bool, share: float | None = None) -> Scores:
-        """Let the engine read texts with these experts, for ``decode`` one token per step instead of a whole text.
+        """Let the engine read texts with these experts.
 
-        ``share`` is a share of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
+        Args:
+            decode: read one token per step instead of a whole text.
+            share: share of all experts' bytes at 4 bits; None holds every expert, each in the planned version.
         """
         workspace = self._model.server.kernel.workspace_bytes
         budget = "100%" if share is None else workspace + int(share * self.experts.nbytes(4))
@@ -183,7 +187,11 @@ class Bench:
         return Scores([self._read(text) for text in texts])
 
     def read_each(self, texts: list[list[int]], *, decode: bool) -> list[torch.Tensor]:
-        """Return log-probabilities after each token of texts, for ``decode`` one token per step."""
+        """Return log-probabilities after each token of texts.
+
+        Args:
+            decode: read one token per step.
+        """
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
         return [self._read(text) for text in texts]
 
@@ -210,9 +218,12 @@ class Bench:
         return self._model.server.kernel.workspace_bytes + nbytes
 
     def _read(self, text: list[int]) -> torch.Tensor:
-        """Return log-probabilities after each token but the last: float32 [tokens - 1, vocabulary].
+        """Return log-probabilities after each token but the last.
 
-        SystemExit if they differ from vLLM's answers.
+        They are float32 [tokens - 1, vocabulary].
+
+        Raises:
+            SystemExit: they differ from vLLM's answers.
         """
         self._seen.clear()
         (output,) = self._llm.generate({"prompt_token_ids": text}, SCORE, use_tqdm=False)
@@ -225,9 +236,10 @@ class Bench:
         return found
 
     def store(self, name: str) -> HostStore:
-        """Return the experts, packed at first use, by the name of the quantizer for separate versions.
+        """Return the experts of a quantizer, packed at first use.
 
-        "nested NAME" is 2 bits nested in 4, "awq BITS" AWQ's dequantized weights, at 16 bits.
+        Its name alone gives separate versions. "nested NAME" is 2 bits nested in 4, "awq BITS" AWQ's dequantized
+        weights, at 16 bits.
         """
         if name not in self._stores:
             *kind, quantizer = name.split()

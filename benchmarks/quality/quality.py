@@ -102,7 +102,10 @@ class Measurement:
             yield {**self.row("readings", place, row), "bits_per_weight": self.bench.bits_per_weight(row)}
 
     def precisions(self) -> Iterator[dict[str, Any]]:
-        """Yield the paper's Table 2, in both phases; ways to choose, and what happens to skipped experts' weights."""
+        """Yield the paper's Table 2, in both phases.
+
+        It also has ways to choose precisions, and what happens to skipped experts' weights.
+        """
         rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
         rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
         rows += [*(dymoe(r, 2, "gptq") for r in (0.75, 0.5)), nested(dymoe(0.75, 2, "e8"))]
@@ -133,7 +136,10 @@ class Measurement:
             yield from shifts.rows(share)
 
     def sets(self) -> Iterator[dict[str, Any]]:
-        """Yield high sets of dynaexq that know other texts of a domain, each domain by itself."""
+        """Yield high sets of dynaexq that know other texts of a domain.
+
+        Each domain is measured by itself.
+        """
         for quantizer in ("rtn", "gptq", "e8"):
             shifts = Shifts(self.bench, f"nested {quantizer}")
             high, low = (self.bench.bits_per_weight(nested(uniform(bits, quantizer))) for bits in (4, 2))
@@ -143,7 +149,10 @@ class Measurement:
                 yield {**place, "kl_nats": sum(found) / len(found), "by_domain": dict(zip(DOMAINS, found, strict=True))}
 
     def papers(self) -> Iterator[dict[str, Any]]:
-        """Yield the papers' own policies, and ours for comparison, with the options of benchmarks/papers."""
+        """Yield the papers' own policies, and ours for comparison.
+
+        They have the options of benchmarks/papers.
+        """
         own = {"policy": "dymoe-paper", "high": 4}
         rows = [
             Variant("dymoe-paper, 4/2", {**own, "low": 2, "policy_options": {"reuse_high": False}}),
@@ -157,7 +166,10 @@ class Measurement:
                 yield self.row("papers", place, row, decode=decode)
 
     def rescues(self) -> Iterator[dict[str, Any]]:
-        """Yield the policy adaptive, and dynaexq and uniform 4 bits of the same bytes for comparison."""
+        """Yield the policy adaptive, and others for comparison.
+
+        They are dynaexq and uniform 4 bits of the same bytes.
+        """
         for decode, texts in self.texts.items():
             if decode not in self._reference:
                 self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
@@ -168,7 +180,10 @@ SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts", "p
 
 
 def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:
-    """Print the tables, write them into README.md if all sections exist, and draw the picture if requested."""
+    """Print the tables, and draw the picture if requested.
+
+    The tables are written into README.md if all sections exist.
+    """
     for section, table in report.tables(results).items():
         print(f"\n{section}\n\n{table}")
     if results["sections"].keys() == set(SECTIONS) and out == HERE:

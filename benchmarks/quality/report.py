@@ -41,7 +41,10 @@ def readings(rows: list[Row]) -> Table:
 
 
 def precisions(rows: list[Row]) -> Table:
-    """Return the table of both phases side by side, with the bytes of the computed experts."""
+    """Return the table of both phases side by side.
+
+    It has the bytes of the computed experts.
+    """
 
     def cells(row: Row | None) -> list[str]:
         uniform_4 = find(rows, phase=row["phase"], experts="4") if row else None
@@ -93,7 +96,10 @@ def sets(rows: list[Row]) -> Table:
 
 
 def panels(rows: list[Row]) -> list[Panel]:
-    """Return charts of KL by bytes moved, one for each budget, with a line for each quantizer of nested 4/2."""
+    """Return charts of KL by bytes moved, one for each budget.
+
+    Each has a line for each quantizer of nested 4/2.
+    """
     found: dict[float, Panel] = {}
     for row in rows:
         share = row["budget"]

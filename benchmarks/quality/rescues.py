@@ -1,4 +1,4 @@
-"""How much of dynaexq's loss the policy ``adaptive`` avoids, and the bytes it fetches for that.
+"""How much of dynaexq's loss ``adaptive`` avoids, and the bytes it fetches.
 
 Both are compared with uniform 4 bits.
 """
@@ -36,7 +36,10 @@ class Rescues:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each policy at each share of residual slices, by quantizer, in both phases."""
+        """Yield each policy at each share of residual slices.
+
+        There are rows for each quantizer, in both phases.
+        """
         kinds = {"dynaexq": ("dynaexq", {}), "uniform 4": ("exact", {"look_ahead": 0})}
         kinds |= {f"adaptive, {at:g}": ("adaptive", {"threshold": at}) for at in THRESHOLDS}
         for quantizer in QUANTIZERS:
@@ -67,7 +70,10 @@ class Rescues:
         }
 
     def _serve(self, store: str, share: float, policy: str, parameters: dict[str, Any], warm: list[list[int]]) -> None:
-        """Serve after one window of the domain's traffic, and all moves that followed from it."""
+        """Serve after one window of the domain's traffic.
+
+        All moves that followed from it are done.
+        """
         bench, moves = self._bench, policy != "exact"
         uses = 0.9 * sum(map(len, warm)) * bench.experts.top_k / bench.experts.num_experts
         chosen = {"window_s": 0, "window_uses": uses, **parameters} if moves else parameters

@@ -1,6 +1,6 @@
-"""Traffic that shifts to one domain, while dynaexq's high set follows it over a link.
+"""Traffic that shifts to one domain, while dynaexq's high set follows it.
 
-The result is compared with the best possible high set.
+The set is moved over a link. The result is compared with the best possible high set.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,10 @@
-"""How fast are large models on several cards that hold a part of their experts, and are more cards better?
+"""How fast are large models on several cards, and are more cards better?
 
     python benchmarks/ranks/ranks.py
 
-Writes README.md here, by `plan`'s functions: synthetic routing of all requests chooses among all experts, each rank
-its own by the rule, and every layer of a step waits for the rank that lacks most.
+Each card holds a part of its experts. Writes README.md here, by `plan`'s functions: synthetic routing of all requests
+chooses among all experts, each rank plans for its own by the rule, and every layer of a step waits for the rank that
+lacks most.
 """
 
 import sys
@@ -48,7 +49,10 @@ def step(model, card, ranks, requests, part):
 
 
 def table(name, config, gpu, ranks):
-    """Return tokens per second of each card; bold if more than with as many more cards that hold all experts."""
+    """Return tokens per second of each card.
+
+    A number is bold if it is higher than with as many more cards that hold all experts.
+    """
     model, card, lines = shape_of(config, name), find_device(gpu, None), []
     for requests in REQUESTS:
         cells = []

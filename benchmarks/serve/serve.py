@@ -57,7 +57,10 @@ def planned(machine: Machine, model: Model, options: dict[str, object]) -> float
 
 
 def speeds(model: Model, rounds: int, work: Path) -> dict[str, object]:
-    """What is planned and measured for each combination; the best of some rounds counts, others use the machine."""
+    """Return what is planned and measured for each combination.
+
+    The best of some rounds counts, because others use the machine.
+    """
     machine, prompts, found = here(model, work), read_prompts("shipped"), []
     chosen = dict(choose(machine, model, Asked(max_model_len=LENGTH)).options)
     settled = {"high": 4, "dense": 16, "host_store": "auto", **chosen}
@@ -83,7 +86,10 @@ def speeds(model: Model, rounds: int, work: Path) -> dict[str, object]:
 
 
 def starts(model: Model) -> list[dict[str, float]]:
-    """Seconds of a first and a second start: until experts are ready, and until an engine answers."""
+    """Return the seconds of a first and a second start.
+
+    They are the seconds until experts are ready, and until an engine answers.
+    """
     program = (
         "import sys; from vllm import LLM, SamplingParams; llm = LLM(sys.argv[1], quantization='dymoe', "
         f"max_model_len={LENGTH}, enforce_eager=True); llm.generate(['a'], SamplingParams(max_tokens=1))"

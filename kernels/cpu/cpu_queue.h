@@ -41,9 +41,9 @@ static void rest(i64 times) {
     nanosleep(&nap, nullptr);
 }
 
-// Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. Rows of an entry
-// an entry are at most `tokens` of the layer's scratch, and its positions at most `positions`. With `spin_ns`, threads of
-// its own spin for so long after each answer, and take the place of `parallel`.
+// Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. An entry has at most
+// `tokens` rows of the layer's scratch, and at most `positions` positions. With `spin_ns`, threads of its own spin for so
+// long after each answer, and take the place of `parallel`.
 API void dymoe_answer(
     QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
     Team team(spin_ns ? std::max<i64>(layer->threads - 1, 0) : 0, spin_ns);

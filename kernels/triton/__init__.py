@@ -1,6 +1,7 @@
-"""Triton kernels that compute experts on a CUDA device straight from packed bytes, at any mix of precisions.
+"""Triton kernels that compute experts on a CUDA device from packed bytes.
 
-Importing this package imports triton; ``make_kernel`` imports it for a CUDA device only.
+Precisions can be mixed in any way. Importing this package imports triton; ``make_kernel`` imports it for a CUDA device
+only.
 """
 
 from vllm_dymoe.kernels.triton.kernel import TritonKernel

@@ -1,4 +1,7 @@
-"""Activations and down's input rotation, for kernel epilogues; plain twins: Activation.gated and lattice.rotate."""
+"""Activations and down's input rotation, for kernel epilogues.
+
+Plain twins: ``Activation.gated`` and ``lattice.rotate``.
+"""
 
 import triton
 import triton.language as tl
@@ -19,16 +22,19 @@ _NO_LIMIT = 3e38
 
 
 def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
-    """Return a kernel's ACTIVATION: number of the curve, limit, alpha, beta, and whether there is a gate."""
+    """Return a kernel's ACTIVATION.
+
+    It has the number of the curve, limit, alpha, beta, and whether there is a gate.
+    """
     limit = min(activation.limit, _NO_LIMIT)
     return _CURVES[activation.curve], limit, activation.alpha, activation.beta, activation.has_gate
 
 
 @triton.jit
 def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return the float32 inputs of down from gate and up [positions, rows], rotated for rows from `first` on.
+    """Return the float32 inputs of down, rotated if codes are lattice points.
 
-    Rows from `first` on are whole rotated blocks.
+    gate and up are [positions, rows]. Their rows, which begin at `first`, are whole rotated blocks.
     """
     result = gated(gate, up, ACTIVATION)
     if down_rotation(ROWS, PRECISIONS) > 0:
@@ -38,7 +44,10 @@ def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, A
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Apply the curve to gate and up elementwise, in float32; to up alone if there is no gate."""
+    """Apply the curve to gate and up elementwise, in float32.
+
+    It is applied to up alone if there is no gate.
+    """
     CURVE: tl.constexpr = ACTIVATION[0]
     LIMIT: tl.constexpr = ACTIVATION[1]
     ALPHA: tl.constexpr = ACTIVATION[2]

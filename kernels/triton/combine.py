@@ -1,4 +1,6 @@
-"""The weighted sum over a token's experts in one launch; plain twin, bit for bit: ``combine_with_torch``.
+"""The weighted sum over a token's experts in one launch.
+
+Plain twin, bit for bit: ``combine_with_torch``.
 
 A program owns one token and a block of its columns, and adds its experts in the router's order. Products are rounded
 before they are added, as on a CPU: the launch disables fused multiply-add.
@@ -19,7 +21,9 @@ _MOST_COLUMNS = 1024  # most columns of a block: eight for each thread of four w
 
 
 def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> None:
-    """Launch the sum. The first launch of a kind compiles all variants that later launches may need.
+    """Launch the sum.
+
+    The first launch of a kind compiles all variants that later launches may need.
 
     Args:
         pairs: the checked arguments.
@@ -36,10 +40,13 @@ def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> 
 
 @cache
 def _compile(hidden: int, top_k: int, dtype: torch.dtype, ids: torch.dtype, device: torch.device) -> None:
-    """Compile all variants, so that no later request waits for the compiler, whichever pairs are absent in it."""
+    """Compile all variants.
+
+    So no later request waits for the compiler, whichever pairs are absent in it.
+    """
     row = torch.empty(1, hidden, dtype=dtype, device=device)
     out = row.expand(top_k, hidden)
-    weights = torch.empty(1, top_k, device=device)
+    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
     expert_ids = torch.empty(1, top_k, dtype=ids, device=device)
     skipped = torch.empty(1, dtype=torch.int32, device=device)
     with compiling_together():
@@ -90,9 +97,10 @@ def combine_kernel(
     RENORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """combined[token] = sum over ascending k, from zero, of weights[token, k] * out[token * TOP_K + k].
+    """Sum each token's rows, weighted.
 
-    Grid: [tokens, blocks of BLOCK columns].
+    combined[token] = sum over ascending k, from zero, of weights[token, k] * out[token * TOP_K + k]. Grid: [tokens,
+    blocks of BLOCK columns].
 
     Args:
         out: [tokens * TOP_K, HIDDEN] bfloat16 or float16; rows of absent pairs are not read.

@@ -1,8 +1,9 @@
-"""The device's part of a CPU queue, in three small launches around those that compute; no driver calls in between.
+"""The device's part of a CPU queue, in three small launches.
 
-Plain twins: ``post_plain`` and ``collect_plain`` of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A
-graph's own memory operation (cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the
-capture; only a number that grows keeps a late answer from counting for the next step. So one warp waits.
+They run around the launches that compute, without driver calls in between. Plain twins: ``post_plain`` and
+``collect_plain`` of ``vllm_dymoe.kernels.cpu_queue``, which describes the memory. A graph's own memory operation
+(cuStreamWaitValue64) would occupy no multiprocessor, but compares with a constant of the capture; only a number that
+grows keeps a late answer from counting for the next step. So one warp waits.
 """
 
 import ctypes
@@ -73,7 +74,10 @@ def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
 
 
 def take(device_queue: DeviceQueue, rows_out: Tensor, computed: Tensor, *, start: Start = run_kernel) -> None:
-    """Copy the CPU's rows to `rows_out`, and which pairs count to `device_queue.present`; see ``collect_kernel``."""
+    """Copy the CPU's rows to `rows_out`; see ``collect_kernel``.
+
+    Which pairs count is written to `device_queue.present`.
+    """
     arguments = device_queue.turn, rows_out, computed, device_queue.present
     constants = device_queue.constants | {"OUT": device_queue.shape.places[3]}
     start(collect_kernel, (computed.numel(),), arguments, constants, {"num_warps": 4})
@@ -114,7 +118,10 @@ def post_kernel(
     X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the next entry and write its number; grid [1], so that one barrier follows all of its stores."""
+    """Fill the next entry and write its number.
+
+    Grid [1], so that one barrier follows all of its stores.
+    """
     real = tl.minimum(tl.load(rows), tokens)
     item = tl.arange(0, WIDTH)
     on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
@@ -158,9 +165,10 @@ def post_kernel(
 
 @triton.jit
 def _release(address, number):
-    """Store a number after everything that the program has stored, visible to all processors of the machine.
+    """Store a number after everything that the program has stored.
 
-    A release store: an exchange would read over PCIe, and not every platform has atomics there. One thread stores.
+    It is then visible to all processors of the machine. A release store: an exchange would read over PCIe, and not
+    every platform has atomics there. One thread stores.
     """
     if _INTERPRETED:
         tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
@@ -179,7 +187,7 @@ def _release(address, number):
 
 
 def ask(device_queue: DeviceQueue, layer: int, plan: Mapping[str, Tensor], *, start: Start = run_kernel) -> None:
-    """What ``ask_plain`` does."""
+    """Run ``ask_plain`` on the device."""
     items, slices = len(plan["experts"]), len(plan["action"])
     listed = (plan[name] for name in ("count", "action", "experts", "precisions"))
     sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
@@ -191,7 +199,7 @@ def take_sources(
     device_queue: DeviceQueue, table: Mapping[str, Tensor], layer: int, plan: Mapping[str, Tensor],
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """What ``take_plain`` does."""
+    """Run ``take_plain`` on the device."""
     wait(device_queue.turn, start=start)
     items, slices = len(plan["experts"]), len(plan["action"])
     layers, experts = table["precision"].shape
@@ -211,7 +219,10 @@ def _of_calls(device_queue: DeviceQueue) -> dict[str, int]:
 
 @triton.jit
 def _asked(action, count, item, apart, ITEMS: tl.constexpr, SLICES: tl.constexpr):
-    """int32 [WIDTH] for the first slice and for the second: whether an item's bytes have to come from the store."""
+    """Return whether an item's bytes have to come from the store.
+
+    The result is int32 [WIDTH] for the first slice and for the second.
+    """
     known = (item < ITEMS) & (item < tl.load(count))
     first = tl.load(action + item, mask=known, other=0)
     base = ((first == 1) | (first == 2)).to(tl.int32)
@@ -271,7 +282,10 @@ def take_sources_kernel(
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
     WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Write where the answer has put what was asked for, behind :func:`wait_kernel`; grid [1]."""
+    """Write where the answer has put what was asked for.
+
+    It runs after :func:`wait_kernel`; grid [1].
+    """
     number = tl.load(turn + 1)
     if number > 0:
         item = tl.arange(0, WIDTH)
@@ -337,7 +351,10 @@ def collect_kernel(
     turn, rows, computed, present, CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, OUT: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the CPU's row of a pair, and whether the pair counts: present[pair] < 0 if not; grid [pairs]."""
+    """Copy the CPU's row of a pair, and whether the pair counts.
+
+    present[pair] < 0 if it does not. Grid [pairs].
+    """
     pair = tl.program_id(0)
     kind = tl.load(computed + pair)
     tl.store(present + pair, kind - 1)

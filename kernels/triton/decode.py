@@ -1,10 +1,12 @@
-"""Decode: few tokens per expert, bound by memory bandwidth. Two launches for all experts of a step.
+"""Decode: few tokens per expert, bound by memory bandwidth.
 
-A program computes 64 rows of one expert's projection, or one of SPLIT parts of their columns. Partial sums go to memory
-in float32. A semaphore counts the programs that have finished, and the last one adds the partial sums in ascending
-order, so the result does not depend on which program was last: integers are counted atomically, floats never. A program
-that fetches copies exactly the bytes it computes from and shares sums like any other, so fetching does not change any
-bit.
+There are two launches for all experts of a step.
+
+A program computes 64 rows of one expert's projection, or one of SPLIT parts of their columns. Partial sums go to
+memory in float32. A semaphore counts the programs that have finished, and the last one adds the partial sums in
+ascending order, so the result does not depend on which program was last: integers are counted atomically, floats
+never. A program that fetches copies exactly the bytes it computes from and shares sums like any other, so fetching
+does not change any bit.
 
 Launches are described by device tensors; `int` is int32 or int64, as the launch has it.
 
@@ -61,7 +63,9 @@ def gate_up_kernel(
     FETCH: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [blocks of 64 rows, items, SPLIT].
+    """Compute hidden states: activation(gate x[row]) * up x[row].
+
+    The result goes to hidden[position]; grid [blocks of 64 rows, items, SPLIT].
 
     Args:
         x: [tokens, COLUMNS] bfloat16 or float16.
@@ -193,7 +197,10 @@ def _lower(at, NESTED: tl.constexpr):
 
 @triton.jit
 def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the pointer to a position's row, and the distance to the next one's (0 after the last position)."""
+    """Return the pointer to a position's row, and the distance to the next one's.
+
+    The distance is 0 after the last position.
+    """
     row = tl.load(rows + first).to(tl.int64)
     apart = row - row
     if TOKENS == 2:
@@ -203,9 +210,9 @@ def _two_rows(x, rows, first, last, COLUMNS: tl.constexpr, TOKENS: tl.constexpr)
 
 @triton.jit
 def arrives_last(semaphore, count):
-    """Return whether this program is the last of `count` to arrive; it then sees what the others stored before.
+    """Return whether this program is the last of `count` to arrive.
 
-    The semaphore is zero again afterwards.
+    The last one sees what the others stored before. The semaphore is zero again afterwards.
     """
     tl.debug_barrier()  # every thread's stores precede the one thread that counts
     is_last = tl.atomic_add(semaphore, 1, sem="acq_rel") == count - 1
@@ -376,9 +383,9 @@ def add_experts(
     out, weights, computed, partials, semaphore, token, block,
     ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """If all experts of a token have come, write 64 rows of its output: the sum in ascending k, parts ascending.
+    """Write 64 rows of a token's output if all of its experts have come.
 
-    The bits are those of unweighted outputs that ``combine`` sums.
+    They are the sum in ascending k, parts ascending. The bits are those of unweighted outputs that ``combine`` sums.
     """
     PADDED: tl.constexpr = (ROWS + 63) // 64 * 64
     count = 0

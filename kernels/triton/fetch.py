@@ -1,8 +1,8 @@
-"""Fetch-through: a program copies its share of a section to a second address and computes from the copy.
+"""Fetch-through: a program copies its share of a section and uses the copy.
 
-The first address may be mapped host memory. Its bytes cross the link once, in 16-byte loads per thread; the products
-then read them from the slot, out of the cache where they were just written. The result has the bits of a launch from
-the slot, and no second copy is needed.
+It copies to a second address, and computes from there. The first address may be mapped host memory. Its bytes cross
+the link once, in 16-byte loads per thread; the products then read them from the slot, out of the cache where they were
+just written. The result has the bits of a launch from the slot, and no second copy is needed.
 
 A share is what one program computes from: one of SPLIT parts of the columns of a block of 64 rows (``rows`` divides
 them), with weights, scales and zeros. The first part includes the bias and the section's padding. All shares together
@@ -47,7 +47,9 @@ def fetch_share(
     SPLIT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Copy one program's share of a section; a barrier must follow before another thread reads it.
+    """Copy one program's share of a section.
+
+    A barrier must follow before another thread reads it.
 
     Args:
         source: int64 address of the section.
@@ -80,7 +82,10 @@ def fetch_residual(
     source, destination, block, split,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, NESTED: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one program's share of a residual section, as fetch_share does for other sections."""
+    """Copy one program's share of a residual section.
+
+    ``fetch_share`` does this for other sections.
+    """
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
     STRIP: tl.constexpr = strip_columns(NESTED, NESTED, GROUP)
     STRIPS: tl.constexpr = PADDED_COLUMNS // STRIP
@@ -97,7 +102,10 @@ def _fetch_plain(
     source, destination, block, split,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy 16-bit weights: columns are stored one after the other; a share is a piece of each."""
+    """Copy 16-bit weights.
+
+    Columns are stored one after the other; a share is a piece of each.
+    """
     WIDTH: tl.constexpr = 32 * WARPS
     SHARE: tl.constexpr = (COLUMNS + WIDTH * SPLIT - 1) // (WIDTH * SPLIT) * WIDTH
     source_halves = source.to(tl.pointer_type(tl.int16))
@@ -125,7 +133,10 @@ def _fetch_quantized(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NESTED: tl.constexpr,
     ORDERED: tl.constexpr, BIAS: tl.constexpr, LATTICE: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy codes of whole strips of whole groups: four bytes per bit and column, at 8 bits half of them per plane."""
+    """Copy codes of whole strips of whole groups.
+
+    They take four bytes per bit and column, at 8 bits half of them per plane.
+    """
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
     PADDED_COLUMNS: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP * GROUP
     STORED: tl.constexpr = stored_bits(BITS, NESTED)
@@ -166,7 +177,10 @@ def _fetch_floats(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
     SPLIT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Copy published floats: the strips of ``float_rows``, every scale that one of them needs, and the factor."""
+    """Copy published floats.
+
+    These are the strips of ``float_rows``, every scale that one of them needs, and the factor.
+    """
     SIZE: tl.constexpr = group_size(TAG, GROUP)
     STRIP: tl.constexpr = 32 if SIZE > 32 else SIZE
     PADDED_COLUMNS: tl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
@@ -217,7 +231,10 @@ def _fetch_bias(
 
 @triton.jit
 def _copy(source, destination, words):
-    """Copy int32 words, a multiple of four, between addresses that are multiples of 16."""
+    """Copy int32 words between addresses that are multiples of 16.
+
+    The number of words is a multiple of four.
+    """
     source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
     destination_words = tl.multiple_of(destination.to(tl.pointer_type(tl.int32)), 16)
     words = tl.multiple_of(tl.cast(words, tl.int32), 4)

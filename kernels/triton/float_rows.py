@@ -1,4 +1,6 @@
-"""Inner products of 64 rows of published floats with one or two tokens; like rows.py for other encodings.
+"""Inner products of 64 rows of published floats with one or two tokens.
+
+This is like rows.py for other encodings.
 
 A thread keeps one word of a column, eight rows, and walks along the columns. A code becomes a float32 by placing its
 bits at the sign, the lowest exponent bits and the upper mantissa: this is its level times 2^-126 (e2m1) or 2^-120
@@ -101,21 +103,29 @@ def load_x(x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _e2m1(codes):
-    """Return levels of e2m1 codes, float32; each code is the upper four bits of an int32."""
+    """Return levels of e2m1 codes, float32.
+
+    Each code is the upper four bits of an int32.
+    """
     bits = (codes & -0x80000000) | ((codes >> 6) & 0x01C00000)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def _e4m3(above, below):
-    """Return levels of e4m3 codes, float32; the halves of each code are the upper four bits of two int32."""
+    """Return levels of e4m3 codes, float32.
+
+    The halves of each code are the upper four bits of two int32.
+    """
     bits = (above & -0x80000000) | ((above >> 4) & 0x07000000) | ((below >> 8) & 0x00F00000)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
-    """Return the scales of eight rows per thread: float32 [1, 2, 4, THREADS], zero where nothing is valid.
+    """Return the scales of eight rows per thread.
+
+    They are float32 [1, 2, 4, THREADS], zero where nothing is valid.
 
     Args:
         group: index of the group of 64 scales.
@@ -136,7 +146,10 @@ def _scales(scales_at, group, word, byte, half, valid, TAG: tl.constexpr):
 
 @triton.jit
 def scale_of_byte(scale, TAG: tl.constexpr):
-    """Return a scale's float32 from its byte in an int32; an exponent of -127 gives 0, since it is below every sum."""
+    """Return a scale's float32 from its byte in an int32.
+
+    An exponent of -127 gives 0, since it is below every sum.
+    """
     if TAG == 32:
         return (scale << 23).to(tl.float32, bitcast=True)
     else:

@@ -1,4 +1,7 @@
-"""Tiles of published floats for tensor cores; like grouped.load_weights for other encodings."""
+"""Tiles of published floats for tensor cores.
+
+This is like grouped.load_weights for other encodings.
+"""
 
 import triton
 import triton.language as tl
@@ -13,9 +16,10 @@ def load_floats(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile [BLOCK_K, BLOCK_N] of a transposed weight, zero after the last stored row or column.
+    """Return a tile [BLOCK_K, BLOCK_N] of a transposed weight.
 
-    At 4 bits the tile holds levels times scales, exactly (within the range of the dtype); for FP8 the levels alone.
+    It is zero after the last stored row or column. At 4 bits the tile holds levels times scales, exactly (within the
+    range of the dtype); for FP8 the levels alone.
 
     Args:
         TAG: of the codebook.
@@ -59,7 +63,10 @@ def load_row_scales(
     section, tile, start,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return FP8 scales of BLOCK_N rows for the group of a column: float32 [BLOCK_N], zero after the last row."""
+    """Return FP8 scales of BLOCK_N rows for the group of a column.
+
+    They are float32 [BLOCK_N], zero after the last row.
+    """
     PADDED_ROWS: tl.constexpr = (ROWS + 63) // 64 * 64
     GROUPS: tl.constexpr = padded_columns(COLUMNS, GROUP, TAG) // GROUP
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -60,9 +60,10 @@ def grouped_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; grid [items, tiles of BLOCK_N rows].
+    """Compute hidden states: activation(gate x[row]) * up x[row].
 
-    An item has at most BLOCK_M positions; BLOCK_N is a multiple of 64, and GROUP a multiple of BLOCK_K.
+    The result goes to hidden[position]; grid [items, tiles of BLOCK_N rows]. An item has at most BLOCK_M positions;
+    BLOCK_N is a multiple of 64, and GROUP a multiple of BLOCK_K.
     """
     item = tl.program_id(0)
     tile = tl.program_id(1)
@@ -195,10 +196,10 @@ def tile_products(
 
 @triton.jit
 def _numbers(words, offset, shift: tl.constexpr):
-    """Return one half of the codes of words [...], minus `offset`: float32 [..., 2, 2].
+    """Return one half of the codes of words [...], minus `offset`.
 
-    After joining, all codes of a word are in one thread, which computes their parity once; a dimension of 4 would be
-    spread over four threads.
+    They are float32 [..., 2, 2]. After joining, all codes of a word are in one thread, which computes their parity
+    once; a dimension of 4 would be spread over four threads.
     """
     even = tl.join(_less(words >> shift, offset), _less(words >> (shift + 16), offset))
     return tl.join(even, tl.join(_less(words >> (shift + 8), offset), _less(words >> (shift + 24), offset)))
@@ -211,7 +212,10 @@ def _less(words, offset):
 
 @triton.jit
 def _sign(words):
-    """Return -1 where the lowest bits of a word's eight codes have odd parity, else 1, float32; see rows.py."""
+    """Return -1 for a word whose codes' lowest bits have odd parity, else 1.
+
+    A word has eight codes; the result is float32. See rows.py.
+    """
     return (((words & 0x11111111) * -0x77777778 & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -220,7 +224,10 @@ def _row_scales(
     section, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TAG: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 scales of some rows of a lattice, for the tile that load_weights returns."""
+    """Return the float32 scales of some rows of a lattice.
+
+    They are for the tile that load_weights returns.
+    """
     scales_at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(tl.pointer_type(tl.int32))
     words = tl.load(scales_at + row, mask=row < (ROWS + 63) // 64 * 64, other=0)
     low, high = unpack_scales(words, 0, FLOAT16)
@@ -234,9 +241,10 @@ def load_weights(
     STEPS: tl.constexpr, LATTICE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Return a dequantized tile [BLOCK_K, BLOCK_N] of a transposed weight; not NaN after the last row or column.
+    """Return a dequantized tile [BLOCK_K, BLOCK_N] of a transposed weight.
 
-    For a lattice the tile holds n, or 4 n + n_residual, which both dtypes hold exactly; each row has one scale.
+    It is not NaN after the last row or column. For a lattice the tile holds n, or 4 n + n_residual, which both dtypes
+    hold exactly; each row has one scale.
     """
     dtype: tl.constexpr = tl.float16 if FLOAT16 else tl.bfloat16
     column = start + tl.arange(0, BLOCK_K)

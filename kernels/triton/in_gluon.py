@@ -1,4 +1,4 @@
-"""Device functions that are written once, for kernels in Triton's language, and used in Gluon kernels, too.
+"""Device functions that are written once, for Triton and for Gluon kernels.
 
 Gluon is the layer below Triton's language: a kernel names the layout of each tensor over registers, lanes and warps.
 Copies, offsets, activations and weighted sums need no layout of their own. :func:`in_gluon` compiles those from the
@@ -18,7 +18,10 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def _arange(start: gl.constexpr, end: gl.constexpr):
-    """Return numbers in a layout whose threads have four neighbours each: one load of 16 bytes for words."""
+    """Return numbers in a layout whose threads have four neighbours each.
+
+    Each thread then loads 16 bytes of words at once.
+    """
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     return gl.arange(start, end, layout)
 
@@ -40,9 +43,10 @@ _CONVERTED: dict[Any, Any] = {}
 
 
 def in_gluon(function: Any) -> Any:
-    """Return a function of Triton's language as a Gluon function; what it calls is converted as well.
+    """Return a function of Triton's language as a Gluon function.
 
-    It may make tensors of one dimension only (`arange`, `zeros`); others come from its arguments.
+    What it calls is converted as well. The function may make tensors of one dimension only (`arange`, `zeros`); others
+    come from its arguments.
     """
     if function not in _CONVERTED:
         plain = function.fn

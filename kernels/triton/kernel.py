@@ -105,10 +105,10 @@ class TritonKernel:
             self.launch(grouped, step.x, step.out, step.table, work, step.activation, step.tiles, receive)
 
     def compile(self, table: ExpertTable, activation: Activation) -> None:
-        """Compile, at the first call for a kind of experts, all variants that later calls for it may need.
+        """Compile all variants that later calls for a kind of experts may need.
 
-        The number of an expert's tokens decides which kernels run. Without this, requests would wait for the compiler
-        whenever a new number occurs.
+        This happens at the first call for the kind. The number of an expert's tokens decides which kernels run.
+        Without this, requests would wait for the compiler whenever a new number occurs.
         """
         kind = (table.shape, table.precisions, activation)
         if kind in self._compiled:
@@ -162,9 +162,9 @@ class TritonKernel:
     def small_batch_step(
         self, formats: Sequence[Formats], activation: Activation, disk_queue: DeviceQueue | None = None
     ) -> SmallBatchStep:
-        """Return a whole decode step for experts of some formats, using this kernel's scratch.
+        """Return a whole decode step for experts of some formats.
 
-        Raises the errors of :meth:`shape_of`.
+        It uses this kernel's scratch. Raises the errors of :meth:`shape_of`.
         """
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
@@ -176,16 +176,22 @@ class TritonKernel:
         self, table: Callable[[int], Mapping[str, Tensor]], shape: LargeBatchShape, formats: Sequence[Formats],
         activation: Activation, disk_queue: DeviceQueue | None = None,
     ) -> TritonLargeBatch:  # fmt: skip
-        """Return a large-batch step for experts of some formats; errors as :meth:`shape_of`.
+        """Return a large-batch step for experts of some formats.
 
-        ``table`` returns the columns of a Table for a layer.
+        Args:
+            table: returns the columns of a Table for a layer.
+
+        Raises the errors of :meth:`shape_of`.
         """
         experts, precisions = self.shape_of(formats)
         tiles = self._tiles_of(experts, precisions)
         return TritonLargeBatch(table, shape, experts, precisions, tiles, activation, self._scratch_of, disk_queue)
 
     def _scratch_of(self, partials: int, semaphores: int) -> Scratch:
-        """Return this kernel's scratch, or larger scratch that is kept as long as steps use it."""
+        """Return this kernel's scratch, or larger scratch.
+
+        Larger scratch is kept as long as steps use it.
+        """
         own = self._floats
         if partials > len(own):
             if self._larger is None or len(self._larger) < partials:
@@ -196,15 +202,22 @@ class TritonKernel:
         return Scratch(own, self._semaphores)
 
     def shape_of(self, formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
-        """Return what experts of some formats have in common, and the bit-widths to compile launches for.
+        """Return what experts of some formats have in common.
 
-        Raises ValueError if they cannot share a launch.
+        Returns:
+            the shape, and the bit-widths to compile launches for.
+
+        Raises ValueError if the formats cannot share a launch.
         """
         precisions = frozenset(fmt.encoding.tag for three in formats for fmt in three)
         return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
 
     def plan(self, shape: ExpertShape, precisions: frozenset[int], counts: Sequence[int]) -> tuple[Tiles, Plan]:
-        """Return sizes of programs, and the launches for experts with given numbers of tokens."""
+        """Return sizes of programs, and the launches for experts.
+
+        Args:
+            counts: number of tokens of each expert.
+        """
         tiles = self._tiles_of(shape, precisions, max(counts))
         return tiles, plan(counts, tiles, self._limits(shape, tiles))
 
@@ -232,9 +245,10 @@ class TritonKernel:
 
 
 class TritonStep:
-    """A layer's step: copied to the device once at its first launch, and launched as its experts arrive.
+    """A layer's step, launched as its experts arrive.
 
-    At the beginning only the addresses of experts are unknown; they are added when the experts arrive.
+    It is copied to the device once, at its first launch. At the beginning only the addresses of experts are unknown;
+    they are added when the experts arrive.
 
     Attributes:
         table: of the experts that have an address.
@@ -253,9 +267,9 @@ class TritonStep:
         self._known: set[int] = set()  # items whose places are on the device
 
     def launches(self, items: Sequence[int]) -> list[tuple[int, WorkList]]:
-        """Return the index of grouped tiles, or DECODE, and the work list of each launch that some items need.
+        """Return the launches that some items need.
 
-        Errors as :meth:`ExpertKernel.compute`.
+        Each is the index of grouped tiles, or DECODE, and a work list. Errors as :meth:`ExpertKernel.compute`.
         """
         some = [item for item in items if self._sizes[item]]
         if not some:
@@ -315,7 +329,10 @@ class TritonStep:
         self._index = moved[len(moved) - 2 * len(index[0]) :].view(2, -1)
 
     def _places(self, fresh: Mapping[int, PackedExpert]) -> list[Place]:
-        """Return rows of some items, then rows of their second sections. Raises ValueError at a misaligned address."""
+        """Return rows of some items, then rows of their second sections.
+
+        Raises ValueError at a misaligned address.
+        """
         places = []
         for item, expert in fresh.items():
             gate, up, down = expert

@@ -41,7 +41,9 @@ def plan_large_batch_on_gpu(
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
     marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Run ``plan_small_batch`` and then ``plan_large_batch`` on the device, in four launches.
+    """Run both planners of a large batch on the device, in four launches.
+
+    They are ``plan_small_batch`` and then ``plan_large_batch``.
 
     Args:
         table: the tensors of a Table, by name.
@@ -102,9 +104,10 @@ def count_kernel(
     ids, weights, rows, scratch, chunk: tl.int32, chunks: tl.int32, positions: tl.int32, counted: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Count each expert's positions and weights in a chunk of pairs, and number the pairs of each expert.
+    """Count each expert's positions and weights in a chunk of pairs.
 
-    Grid [chunks, parts]; the parts are all pairs, those of prompts, and those of heavy hitters.
+    The pairs of each expert are numbered. Grid [chunks, parts]; the parts are all pairs, those of prompts, and those
+    of heavy hitters.
 
     Args:
         ids: [parts, pairs].
@@ -150,9 +153,10 @@ def list_kernel(
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr, SLICES: tl.constexpr, STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the lists of groups, copies and work; grid [groups, classes], a list for each program.
+    """Write the lists of groups, copies and work.
 
-    The first class also writes copies, and the second what is copied ahead.
+    Grid [groups, classes], a list for each program. The first class also writes copies, and the second what is copied
+    ahead.
 
     Args:
         room: staging slots of a group.
@@ -301,7 +305,9 @@ def place_pairs_kernel(
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the position of every pair, and the experts of those that have one; grid [chunks].
+    """Write the position of every pair, and the experts of pairs that have one.
+
+    Grid [chunks].
 
     Args:
         computed: int32 [pairs], experts, -1 for a pair that is not computed.

@@ -1,8 +1,10 @@
-"""A large-batch step of one MoE layer as launches without the host: lists, copies, and products for each row class.
+"""A large-batch step of one MoE layer as launches without the host.
 
-How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits are
-the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the step
-has is not launched.
+There are launches for lists, copies, and products of each row class.
+
+How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits
+are the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the
+step has is not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +87,10 @@ class TritonLargeBatch:
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
         marks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Plan the step in four launches, and allocate hidden states and unweighted outputs."""
+        """Plan the step in four launches.
+
+        Hidden states and unweighted outputs are allocated.
+        """
         self._parity = layer % 2
         plan_large_batch_on_gpu(
             self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
@@ -109,7 +114,10 @@ class TritonLargeBatch:
             down(hidden, out)
 
     def _products(self, group: int) -> list[tuple[PreparedLaunch, PreparedLaunch]]:
-        """Prepare the launches of a group. They are checked once: between layers only the first two tensors differ."""
+        """Prepare the launches of a group.
+
+        They are checked once: between layers only the first two tensors differ.
+        """
         found: list[PreparedLaunch] = []
 
         def start(kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], *rest: Any) -> None:

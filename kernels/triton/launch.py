@@ -1,7 +1,9 @@
-"""Arguments of a launch, and its four entry points: checks that cost microseconds, then one launch each.
+"""Arguments of a launch, and its four entry points.
 
-Every argument that changes from step to step is a device tensor, and nothing here waits for the device, so a CUDA graph
-can capture a step.
+Each entry point makes checks that cost microseconds, and then one launch.
+
+Every argument that changes from step to step is a device tensor, and nothing here waits for the device, so a CUDA
+graph can capture a step.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -64,9 +66,9 @@ class ExpertShape:
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
-        """Return what experts of some formats and other kinds have in common; group sizes matter below 16 bits only.
+        """Return what experts of some formats and other kinds have in common.
 
-        Raises ValueError if they cannot share a launch.
+        Group sizes matter below 16 bits only. Raises ValueError if they cannot share a launch.
         """
         every = [fmt for three in formats for fmt in three]
         groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}
@@ -106,16 +108,19 @@ class ExpertShape:
         return ExpertFormat(self.hidden, self.intermediate, encoding, self.group_size, self.dtype, *flags).matrices
 
     def rotation(self, precisions: frozenset[int]) -> int:
-        """Return the block size in which inputs of gate and up are rotated before launches read them; 0 for none."""
+        """Return the block size in which inputs of gate and up are rotated.
+
+        They are rotated before launches read them; 0 for no rotation.
+        """
         return self.formats(max(precisions))[1].rotation
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """Addresses and bit-widths of experts. The tensors may be rewritten between launches.
+    """Addresses and bit-widths of experts.
 
-    Only `precisions` and the shape are compiled in. Raises TypeError or ValueError if a tensor has another dtype or
-    shape, or is missing.
+    The tensors may be rewritten between launches. Only `precisions` and the shape are compiled in. Raises TypeError or
+    ValueError if a tensor has another dtype or shape, or is missing.
     """
 
     shape: ExpertShape
@@ -155,16 +160,23 @@ class ExpertTable:
 
     @property
     def places(self) -> tuple[Tensor, ...]:
-        """Return where decode reads and stores; a missing tensor is replaced by another one, which is not read."""
+        """Return where decode reads and stores.
+
+        A missing tensor is replaced by another one, which is not read.
+        """
         parts = self.addresses, self.destinations, self.residual, self.residual_destinations
         return tuple(self.addresses if part is None else part for part in parts)
 
 
 def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
-    """Return the fastest way to decode experts of some bit-widths, or codebooks' tags, on a card.
+    """Return the fastest way to decode experts on a card.
 
     ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. Launches depend on each other from
     Hopper on.
+
+    Args:
+        precisions: bit-widths, or codebooks' tags, of the experts.
+        architecture: compute capability times ten.
     """
     if architecture < 80 or 16 in precisions:
         return Decode.PLAIN
@@ -173,7 +185,10 @@ def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """Tokens sorted by expert. Raises TypeError or ValueError if a tensor has another dtype or shape."""
+    """Tokens sorted by expert.
+
+    Raises TypeError or ValueError if a tensor has another dtype or shape.
+    """
 
     items: Tensor  # int32 [items, 3]: expert of the table, first and last + 1 of its positions; empty ones are allowed
     rows: Tensor  # int32 or int64 [positions], rows of x
@@ -196,7 +211,10 @@ class WorkList:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What decode needs in addition if programs share a sum; one launch at a time may use it."""
+    """What decode needs in addition if programs share a sum.
+
+    One launch at a time may use it.
+    """
 
     partials: Tensor  # float32, contents do not matter
     semaphores: Tensor  # int32, zeros before and after every launch
@@ -221,14 +239,16 @@ def decode_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Compute hidden[position] = activation(gate x[row]) * up x[row], for few positions of each expert.
+    """Compute hidden states for few positions of each expert.
+
+    hidden[position] = activation(gate x[row]) * up x[row].
 
     Args:
         x: [tokens, hidden] in the experts' dtype, rotated if the shape says so.
         hidden: [positions, intermediate], dtype of x, overwritten with the inputs of down.
         table: the experts. With destinations, all bytes of the sections of gate and up are stored there as well.
-        work: an item has one or two positions, or up to tile.positions. With destinations it has any number, because an
-            expert is then in one item only, so that its bytes are read once.
+        work: an item has one or two positions, or up to tile.positions. With destinations it has any number, because
+            an expert is then in one item only, so that its bytes are read once.
         tile: size of a program; its split determines the order of sums, with and without destinations.
         scratch: needed if the tile's split is above 1.
         start: launch, or only compile.
@@ -257,11 +277,11 @@ def decode_down(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Apply down projections to the result of decode_gate_up, for all experts in one launch.
+    """Apply down projections to the result of decode_gate_up.
 
-    Without a weighting out[pair] = down(hidden[position]). With one, out[token] is the weighted sum over the token's
-    computed pairs, in ascending k, bit for bit as combine sums unweighted outputs. Tokens without a computed pair keep
-    their contents, or become zero if the work's last item is (-1, 0, tokens).
+    One launch computes all experts. Without a weighting out[pair] = down(hidden[position]). With one, out[token] is
+    the weighted sum over the token's computed pairs, in ascending k, bit for bit as combine sums unweighted outputs.
+    Tokens without a computed pair keep their contents, or become zero if the work's last item is (-1, 0, tokens).
 
     Args:
         hidden: [positions, intermediate] in the experts' dtype.
@@ -326,9 +346,9 @@ def grouped_gate_up(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Compute what decode_gate_up does on tensor cores, for items of up to tile.block_m positions.
+    """Compute what decode_gate_up does on tensor cores.
 
-    Destinations raise ValueError.
+    Items have up to tile.block_m positions. Destinations raise ValueError.
     """
     _check_states(x, None, hidden, work, table.shape)
     sizes = {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)}
@@ -344,7 +364,10 @@ def grouped_down(
     *,
     start: Start = run_kernel,
 ) -> None:
-    """Compute out[pair] = down(hidden[position]) on tensor cores; see decode_down and grouped_gate_up."""
+    """Compute out[pair] = down(hidden[position]) on tensor cores.
+
+    See decode_down and grouped_gate_up.
+    """
     _check_states(out, None, hidden, work, table.shape, "out")
     sizes = {"ROWS": table.shape.hidden, "COLUMNS": table.shape.intermediate}
     _grouped(start, grouped_down_kernel, table, work, tile, (hidden, out), work.pairs, sizes)

@@ -1,4 +1,6 @@
-"""Codes of a packed word as operands of `mma.m16n8k16`, in PTX, and the layouts that make this free.
+"""Codes of a packed word as operands of `mma.m16n8k16`, in PTX.
+
+The layouts here make this free.
 
 A word of a column holds eight codes of four bits: byte i has the rows 4 w + i (low four bits) and 32 + 4 w + i (high
 four bits) of a block of 64. In operand A of `mma.m16n8k16` lane (g, t) holds rows g and g + 8, and columns 2 t,
@@ -27,13 +29,19 @@ def offset_of(bits, float16):
 
 @triton.constexpr_function
 def constraints(tensors, sections):
-    """Return constraints of the inline PTX: two registers of each result, and the words of four columns."""
+    """Return constraints of the inline PTX.
+
+    They are two registers of each result, and the words of four columns.
+    """
     return ",".join(["=&r"] * (2 * tensors) + ["r"] * (4 * sections))
 
 
 @triton.constexpr_function
 def codes_of(tag, nested, float16):
-    """Return the PTX for a matrix's codes, by its tag; see section.stored_bits for `nested`."""
+    """Return the PTX for a matrix's codes, by its tag.
+
+    See section.stored_bits for `nested`.
+    """
     bits = code_bits(tag)
     if is_lattice(tag):
         return lattice_codes(bits == 4, float16)
@@ -74,10 +82,11 @@ def affine_codes(bits, stored, float16):
 
 @triton.constexpr_function
 def float_codes(bits, float16):
-    """Return PTX for e2m1 codes of 4 bits, or e4m3 codes of 8 bits whose halves are two words: their levels.
+    """Return PTX that turns words of published float codes into their levels.
 
-    A code's bits at the sign, the last exponent bits and the first bits of the mantissa are its level times a power of
-    two, also where code and number are subnormal. One product, which is exact, takes the power away.
+    Codes are e2m1 of 4 bits, or e4m3 of 8 bits whose halves are two words. A code's bits at the sign, the last
+    exponent bits and the first bits of the mantissa are its level times a power of two, also where code and number are
+    subnormal. One product, which is exact, takes the power away.
     """
     at = (9 if bits == 4 else 7) if float16 else (6 if bits == 4 else 4)  # of the code's last bit
     power = {(4, False): 0x7E80, (8, False): 0x7B80, (4, True): 0x7400, (8, True): 0x5C00}[bits, float16]
@@ -97,9 +106,10 @@ def float_codes(bits, float16):
 
 @triton.constexpr_function
 def lattice_codes(nested, float16):
-    """Return PTX for lattice points: 2 c + 1 - p for a code c whose point's codes have parity p, above the offset.
+    """Return PTX that turns words of lattice points into operands.
 
-    With a second section, eight times the number's sum: 4 (2 c + 1 - p) + 2 c' + 1 - p'.
+    They are 2 c + 1 - p for a code c whose point's codes have parity p, above the offset. With a second section, eight
+    times the number's sum: 4 (2 c + 1 - p) + 2 c' + 1 - p'.
     """
     level, lines = 0x64006400 if float16 else 0x43004300, []
     words = dict(zip("pr", _inputs(32), strict=True)) if nested else {"p": _inputs(32)[0]}
@@ -127,13 +137,19 @@ def lattice_codes(nested, float16):
 
 @triton.constexpr_function
 def _inputs(outputs):
-    """Return the operands that hold the words of four columns, of the first and of the second section."""
+    """Return the operands that hold the words of four columns.
+
+    Those of the first section come first, then those of the second.
+    """
     return [[f"${outputs + 4 * part + m}" for m in range(4)] for part in range(2)]
 
 
 @triton.constexpr_function
 def _integers(words, to, mask, shift, level):
-    """Return PTX for four words' codes under a mask, `shift` bits above the lowest of each nibble."""
+    """Return PTX for four words' codes under a mask.
+
+    The mask is `shift` bits above the lowest of each nibble.
+    """
     lines = _pairs(words, "p")
     for out, pair, place in _places(to):
         lines += _moved("%mq", f"%mp{pair}", place + shift, 0)
@@ -143,7 +159,10 @@ def _integers(words, to, mask, shift, level):
 
 @triton.constexpr_function
 def _pairs(words, name):
-    """Return PTX that pairs bytes 0 and 1, then 2 and 3, of columns 0 and 1, and of columns 2 and 3."""
+    """Return PTX that pairs bytes of neighbouring columns.
+
+    It pairs bytes 0 and 1, then 2 and 3, of columns 0 and 1, and of columns 2 and 3.
+    """
     return [
         f"prmt.b32 %m{name}{2 * upper + later}, {words[2 * later]}, {words[2 * later + 1]}, {selected};"
         for upper, selected in enumerate(("0x5410", "0x7632"))
@@ -153,7 +172,10 @@ def _pairs(words, name):
 
 @triton.constexpr_function
 def _places(to):
-    """Return each output from `to` on, its pair, and the bit of both 16-bit halves where its nibble begins."""
+    """Return each output from `to` on, its pair, and where its nibble begins.
+
+    The place is the bit where the nibble begins in both 16-bit halves.
+    """
     return [
         (f"${to + 4 * tile + 2 * half + later}", 2 * (tile >> 1) + later, 8 * (tile & 1) + 4 * half)
         for tile in range(4)
@@ -164,14 +186,20 @@ def _places(to):
 
 @triton.constexpr_function
 def _moved(out, register, place, to):
-    """Return PTX that moves a bit from one place to another; ptxas drops a move by nothing."""
+    """Return PTX that moves a bit from one place to another.
+
+    ptxas drops a move by nothing.
+    """
     by = place - to
     return [f"sh{'r' if by > 0 else 'l'}.b32 {out}, {register}, {abs(by)};" if by else f"mov.b32 {out}, {register};"]
 
 
 @triton.constexpr_function
 def _parities(words, second, out):
-    """Return PTX for 1 - p of two words' points, in the last bits of both 16-bit halves."""
+    """Return PTX for 1 - p of two words' points.
+
+    The results are the last bits of both 16-bit halves.
+    """
     mask, factor = ("0x11111111, 0x88888888", "0x44444444, 0x22222222")[second].split(", ")
     lines = []
     for word, register in zip(words, ("%mq", "%ms"), strict=True):  # the product's highest bit is the parity
@@ -187,7 +215,10 @@ def _block(lines):
 
 @triton.constexpr_function
 def word_layout(warps, steps):
-    """Return the layout of words [warps, word, step of 16 columns, lane's column, column]."""
+    """Return the layout of words.
+
+    Dimensions: [warps, word, step of 16 columns, lane's column, column].
+    """
     registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], *([0, 0, bit, 0, 0] for bit in _powers(steps))]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]
     of_warps = [[bit, 0, 0, 0, 0] for bit in _powers(warps)]
@@ -196,7 +227,10 @@ def word_layout(warps, steps):
 
 @triton.constexpr_function
 def scale_layout(warps):
-    """Return the layout of scales [warps, half, word, tile]: a lane loads those of four tiles together."""
+    """Return the layout of scales [warps, half, word, tile].
+
+    A lane loads those of four tiles together.
+    """
     registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0]]
     lanes = [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
     return gl.DistributedLinearLayout(
@@ -206,7 +240,10 @@ def scale_layout(warps):
 
 @triton.constexpr_function
 def x_layout(warps, steps, tokens):
-    """Return the layout of x [warps, step, lane's column, column, token] that is operand B's."""
+    """Return the layout of x that is operand B's.
+
+    Dimensions: [warps, step, lane's column, column, token].
+    """
     registers = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], *([0, bit, 0, 0, 0] for bit in _powers(steps))]
     registers += [[0, 0, 0, 0, bit] for bit in _powers(tokens)[3:]]
     lanes = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4]]
@@ -216,7 +253,10 @@ def x_layout(warps, steps, tokens):
 
 @triton.constexpr_function
 def spread_layout(warps):
-    """Return the layout of results [tokens, 64 rows]: each thread has four rows of a token."""
+    """Return the layout of results [tokens, 64 rows].
+
+    Each thread has four rows of a token.
+    """
     return gl.BlockedLayout([1, 4], [2, 16], [warps, 1], [1, 0])
 
 

@@ -1,8 +1,9 @@
-"""Decode on tensor cores, in Gluon: the launches of ``decode.py`` for up to 16 tokens of an expert at a time.
+"""Decode on tensor cores, in Gluon.
 
-Arguments, grids, work lists and scratch are those of ``decode.py``, whose kernels are the plain twins of these; what
-differs is described in ``mma_rows.py``. An item has any number of positions. A card that runs these passes a self-test
-first (``server/self_test.py``).
+These are the launches of ``decode.py`` for up to 16 tokens of an expert at a time. Arguments, grids, work lists and
+scratch are those of ``decode.py``, whose kernels are the plain twins of these; what differs is described in
+``mma_rows.py``. An item has any number of positions. A card that runs these passes a self-test first
+(``server/self_test.py``).
 """
 
 from triton.experimental import gluon
@@ -50,10 +51,10 @@ def mma_gate_up_kernel(
     MOST: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """hidden[position] = activation(gate x[row]) * up x[row]; see decode.gate_up_kernel.
+    """Compute hidden states: activation(gate x[row]) * up x[row].
 
-    MOST is 16 if an item may have more than eight positions, else 8. DEPENDENT: the next launch may begin as soon as
-    all programs of this one have.
+    The result goes to hidden[position]; see decode.gate_up_kernel. MOST is 16 if an item may have more than eight
+    positions, else 8. DEPENDENT: the next launch may begin as soon as all programs of this one have.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -133,7 +134,10 @@ def _down_inputs(
     gate, up, first, ROWS: gl.constexpr, PRECISIONS: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Return what activation.down_inputs does: the inputs of down, rotated for lattice codes."""
+    """Return the inputs of down, rotated for lattice codes.
+
+    This is what activation.down_inputs does.
+    """
     values = _gated(gate, up, ACTIVATION)
     BLOCK: gl.constexpr = down_rotation(ROWS, PRECISIONS)
     if BLOCK > 0:
@@ -150,7 +154,10 @@ def _down_inputs(
 
 @gluon.jit
 def _pairs(values, HALF: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr):
-    """Replace each two values that are HALF columns apart by their sum and difference, as rotate._pairs does."""
+    """Replace values that are HALF columns apart by their sum and difference.
+
+    This is what rotate._pairs does.
+    """
     pairs = values.reshape([TOKENS, 32 // HALF, 2, HALF])
     second = gl.arange(0, 2, only(pairs.type.layout, 2, 4))[None, None, :, None] == 1
     sums = gl.sum(pairs, 2, keep_dims=True)
@@ -190,10 +197,11 @@ def mma_down_kernel(
     MOST: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Down projections, and the weighted sum of a token's experts if WEIGHTED; see decode.down_kernel.
+    """Compute down projections; see decode.down_kernel.
 
-    DEPENDENT: gate and up may still run when this begins. Until they have ended, programs only fetch: bytes of experts
-    depend on no activation, but hidden states, partial sums and semaphores are theirs.
+    If WEIGHTED, also compute the weighted sum of a token's experts. DEPENDENT: gate and up may still run when this
+    begins. Until they have ended, programs only fetch: bytes of experts depend on no activation, but hidden states,
+    partial sums and semaphores are theirs.
     """
     item = gl.program_id(1)
     expert = gl.load(items + 3 * item)

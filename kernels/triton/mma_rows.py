@@ -1,4 +1,6 @@
-"""Inner products of 64 rows with up to 16 tokens on tensor cores, straight from packed bytes; see mma_codes.
+"""Inner products of 64 rows with up to 16 tokens on tensor cores.
+
+They are computed straight from packed bytes; see mma_codes.
 
 A warp owns a strip of up to 64 columns of one group at a time. Products of integer codes are sums of `code + offset`,
 in float32; scale and zero are applied once per strip, and what the offset adds is taken away by the strip's sum of x,
@@ -48,7 +50,9 @@ def mma_rows(
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Products with one block of 64 rows below 16 bits, over one part of the columns.
+    """Return products with one block of 64 rows below 16 bits.
+
+    They are over one part of the columns.
 
     Args:
         section: int64 address.
@@ -213,7 +217,10 @@ def mma_rows(
 
 @gluon.jit
 def _of_all_rows(sums, MMA: gl.constexpr):
-    """Return one tile's sums [WARPS, 16, TOKENS] for all four tiles, which have the same ones."""
+    """Return one tile's sums for all four tiles, which have the same ones.
+
+    Sums are [WARPS, 16, TOKENS].
+    """
     WARPS: gl.constexpr = sums.shape[0]
     TOKENS: gl.constexpr = sums.shape[2]
     two = gl.join(sums, sums)
@@ -251,7 +258,10 @@ def _operand(
     words, below, TAG: gl.constexpr, NESTED: gl.constexpr, TWO: gl.constexpr, FOLD: gl.constexpr, WARPS: gl.constexpr,
     STRIP: gl.constexpr, FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Return the operands for 64 rows of a strip, as int16 [WARPS, 64, STRIP] in operand A's order."""
+    """Return the operands for 64 rows of a strip.
+
+    They are int16 [WARPS, 64, STRIP] in operand A's order.
+    """
     ASM: gl.constexpr = codes_of(TAG, NESTED, FLOAT16)
     REGISTERS: gl.constexpr = constraints(8 * FOLD, 1 + TWO)
     STEPS: gl.constexpr = STRIP // 16 // FOLD
@@ -277,7 +287,10 @@ def _halves(
     words, below, TAG: gl.constexpr, NESTED: gl.constexpr, WARPS: gl.constexpr, STRIP: gl.constexpr,
     FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Return the high halves of 8-bit codes times 16, and the low ones; together they are larger by offset_of."""
+    """Return the high halves of 8-bit codes times 16, and the low ones.
+
+    Together they are larger than the codes by offset_of.
+    """
     ASM: gl.constexpr = codes_of(TAG, NESTED, FLOAT16)
     REGISTERS: gl.constexpr = constraints(16, 2)
     parts = gl.inline_asm_elementwise(ASM, REGISTERS, [words, below], (gl.int16,) * 16, is_pure=True, pack=4)
@@ -286,14 +299,20 @@ def _halves(
 
 @gluon.jit
 def _tiles(parts, FIRST: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr):
-    """Return eight parts, of tiles 0 to 3 and of both halves, as [WARPS, 64, 16 * STEPS]."""
+    """Return eight parts as one tensor [WARPS, 64, 16 * STEPS].
+
+    The parts are of tiles 0 to 3 and of both halves.
+    """
     parts_joined = _joined(parts, FIRST).reshape([WARPS, 8, STEPS, 4, 2, 2, 2, 2, 2])
     return parts_joined.permute([0, 8, 7, 6, 1, 2, 4, 3, 5]).reshape([WARPS, 64, 16 * STEPS])
 
 
 @gluon.jit
 def _joined(parts, FIRST: gl.constexpr):
-    """Return eight parts as one, with three dimensions more: [half, tile % 2, tile // 2]."""
+    """Return eight parts as one, with three dimensions more.
+
+    These are [half, tile % 2, tile // 2].
+    """
     first = gl.join(gl.join(parts[FIRST], parts[FIRST + 1]), gl.join(parts[FIRST + 2], parts[FIRST + 3]))
     second = gl.join(gl.join(parts[FIRST + 4], parts[FIRST + 5]), gl.join(parts[FIRST + 6], parts[FIRST + 7]))
     return gl.join(first, second)
@@ -306,10 +325,12 @@ def mma_products(
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Products with 64 rows at whatever bits the section has; the first part adds the bias.
+    """Return products with 64 rows at whatever bits the section has.
 
-    Arguments are as in mma_rows and rows.row_products. Returns float32 [TOKENS, 64] in spread_layout, and for bits that
-    are none of PRECISIONS zeros.
+    The first part adds the bias. Arguments are as in mma_rows and rows.row_products.
+
+    Returns:
+        float32 [TOKENS, 64] in spread_layout; zeros for bits that are none of PRECISIONS.
     """
     LAYOUT: gl.constexpr = spread_layout(WARPS)
     sums = gl.zeros([TOKENS, 64], gl.float32, layout=LAYOUT)

@@ -1,4 +1,7 @@
-"""The plain twin of ``mma_rows``: the same sums in the same order, without words, lanes and layouts."""
+"""The plain twin of ``mma_rows``.
+
+It has the same sums in the same order, without words, lanes and layouts.
+"""
 
 import numpy as np
 import torch
@@ -15,9 +18,10 @@ Floats = NDArray[np.float32]
 
 
 def mma_rows_plain(x: Tensor, packed: PackedMatrix, *, split: int, warps: int, strip: int) -> Tensor:
-    """Products of x with a packed matrix below 16 bits, as `split` programs of each block of rows add them.
+    """Return products of x with a packed matrix below 16 bits.
 
-    Each mma is exact and then rounded to float32, which hardware is not quite.
+    They are added as `split` programs of each block of rows add them. Each mma is exact and then rounded to float32,
+    which hardware is not quite.
 
     Args:
         x: [tokens, columns] bfloat16 or float16, rotated for lattice codes.
@@ -56,7 +60,13 @@ def mma_rows_plain(x: Tensor, packed: PackedMatrix, *, split: int, warps: int, s
 
 
 def _operands(packed: PackedMatrix, offset: float) -> tuple[Floats, Floats, NDArray[np.float64]]:
-    """Return scale and rest [rows, groups], and operand A [rows, columns]: weight = scale * operand + rest."""
+    """Return scale, rest and operand A of a matrix.
+
+    A weight is scale * operand + rest.
+
+    Returns:
+        scale and rest [rows, groups], and the operand [rows, columns].
+    """
     fmt = packed.format
     codes = stored_codes(packed)[: fmt.rows]
     if packed.scales is not None:
@@ -81,7 +91,10 @@ def _operands(packed: PackedMatrix, offset: float) -> tuple[Floats, Floats, NDAr
 
 
 def _of_matrix(packed: PackedMatrix) -> Floats:
-    """Return what all products with the rows are multiplied with: a lattice's scales, or a published factor."""
+    """Return what all products with the rows are multiplied with.
+
+    That is a lattice's scales, or a published factor.
+    """
     if packed.factor is not None:
         multiplier, divisor = packed.factor.numpy()
         return np.asarray(multiplier / divisor, np.float32)

@@ -1,6 +1,7 @@
-"""Writes experts' addresses and bit-widths into a table on the device, from a launch's own arguments.
+"""Writes experts' addresses and bit-widths into a table on the device.
 
-A copy would do the same, but copies from the host queue behind the experts that occupy the link.
+They are passed as a launch's own arguments. A copy would do the same, but copies from the host queue behind the
+experts that occupy the link.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches for experts with given numbers of tokens, in the order of their classes."""
+    """The launches for experts with given numbers of tokens.
+
+    They are in the order of their classes.
+    """
 
     order: list[int]  # indices of the experts; rows of the table are in this order
     runs: list[Run]
@@ -65,7 +68,10 @@ def plan(counts: Sequence[int], tiles: Tiles, limits: tuple[int, int]) -> Plan:
 
 
 def token_class(tiles: Tiles, tokens: int) -> int:
-    """Return DECODE, or the index of the grouped tiles for an expert with ``tokens`` tokens."""
+    """Return the class of an expert with ``tokens`` tokens.
+
+    It is DECODE, or the index of the grouped tiles.
+    """
     if tokens <= tiles.decode_tokens:
         return DECODE
     holding = (number for number, tile in enumerate(tiles.grouped_down) if tokens <= tile.block_m)

@@ -554,7 +554,9 @@ def _executed_on_cpu(
 def _find_places(
     quota_at, first_at, scratch, wanting, missing, here, uses, warmth, key, slot, expert, WIDTH: tl.constexpr
 ):
-    """Find places of one kind for misses: free ones, and then those of colder experts that are not used.
+    """Find places of one kind for misses.
+
+    Free places are taken first, and then those of colder experts that are not used.
 
     Args:
         quota_at: pointer to the layer's quota.
@@ -609,9 +611,9 @@ def _find_places(
 
 @triton.jit
 def _staging_slots(staging, prefetched, passes):
-    """Return a staging slot for each passing expert, as long as there are some; -1 for others: int32 [WIDTH].
+    """Return a staging slot for each passing expert, as long as there are some.
 
-    The first slots are those of predicted experts.
+    The result is int32 [WIDTH], -1 for others. The first slots are those of predicted experts.
     """
     place = tl.load(prefetched) + tl.cumsum(passes.to(tl.int32), 0) - 1
     has = passes & (place < tl.load(staging + 1))
@@ -650,7 +652,14 @@ def _list_slices(
 def _arrived(
     staged, staged_for, layer, slice_number, scratch, expert, known, EXPERTS: tl.constexpr, SLICES: tl.constexpr
 ):
-    """Slot, version and number of projections that were fetched ahead of a slice of each expert; of scratch [WIDTH]."""
+    """Return what was fetched ahead of a slice of each expert.
+
+    Args:
+        scratch: int32 [WIDTH].
+
+    Returns:
+        slot, version and number of projections.
+    """
     at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + expert
     slot = tl.load(at, mask=known, other=-1)
     code = tl.load(at + EXPERTS, mask=known, other=0)
@@ -690,7 +699,10 @@ def number_of(those):
 
 @triton.jit
 def bytes_ahead(offsets, slot_bytes, precision, projections):
-    """Return the bytes of the first projections that were fetched ahead, int64; 0 for none."""
+    """Return the bytes of the first projections that were fetched ahead.
+
+    int64; 0 for none.
+    """
     part = tl.load(offsets + 3 * precision + tl.where(projections < 3, projections, 0))
     return tl.where(projections == 3, tl.load(slot_bytes + precision), part)
 
@@ -703,7 +715,10 @@ def add_to(counts, which, value):
 
 @triton.jit
 def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """Return the experts of some pairs, int32, and which of them this rank has; -1 for the others."""
+    """Return the experts of some pairs, int32, and which of them this rank has.
+
+    Other experts are -1.
+    """
     one_id = tl.load(ids + pair, mask=pair < count, other=-1)
     inside = (one_id >= 0) & (one_id < EXPERTS)
     return tl.where(inside, one_id, -1).to(tl.int32), inside
@@ -711,14 +726,19 @@ def ids_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 @triton.jit
 def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
-    """Return ids that are neither an expert's nor -1, int64 as in ``Table.outside``; -1 for the others."""
+    """Return ids that are neither an expert's nor -1.
+
+    They are int64 as in ``Table.outside``; -1 for the others.
+    """
     one_id = tl.load(ids + pair, mask=pair < count, other=-1).to(tl.int64)
     return tl.where((one_id < -1) | (one_id >= EXPERTS), one_id & _NONE, -1)
 
 
 @triton.jit
 def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """float32, the weights of some pairs, which take over those of a token's skipped experts if it is asked for.
+    """Return the weights of some pairs, float32.
+
+    If it is asked for, they take over those of a token's skipped experts.
 
     Args:
         begins: int32, negative for an expert that is not computed.
@@ -805,10 +825,11 @@ def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
 def precisions_of(
     active, number, sums, threshold, critical, scratch, expert, WIDTH: tl.constexpr, CHUNK: tl.constexpr, hits=None
 ):
-    """Return versions, int32 [WIDTH]: HIGH for the most important active experts, LOW for the others.
+    """Return versions: HIGH for the most important active experts, else LOW.
 
-    ``number`` experts are active with usable weights. High are those above the threshold, or without one as many as are
-    critical, among equals the first. With hits these order experts first, then sums. Uses int32 [3 * WIDTH] of scratch.
+    The result is int32 [WIDTH]. ``number`` experts are active with usable weights. Experts above the threshold are
+    high. Without a threshold as many are high as are critical, among equals the first ones. With hits, experts are
+    ordered by hits first, then by sums. Uses int32 [3 * WIDTH] of scratch.
     """
     high = tl.load(critical + number)
     wanted = tl.where(active, 2, 0)
@@ -851,7 +872,10 @@ def _follow(threshold, high, active):
 
 @triton.jit
 def _vacant(named, place, quota, scratch, expert):
-    """Return which slots of a layer's range no row names, counted from its beginning: bool [WIDTH]."""
+    """Return which slots of a layer's range no row names.
+
+    The result is bool [WIDTH], counted from the beginning of the range.
+    """
     tl.store(scratch + expert, 0)
     tl.debug_barrier()
     tl.store(scratch + place, 1, mask=named & (place >= 0) & (place < quota))

@@ -1,6 +1,7 @@
-"""Popularity on the device, in one launch: counts a layer's experts, and predicts the next layer's by counts.
+"""Popularity on the device, in one launch.
 
-Plain twin, bit for bit: ``vllm_dymoe.prefetch.on_device.count_and_name``.
+It counts a layer's experts, and predicts the next layer's by counts. Plain twin, bit for bit:
+``vllm_dymoe.prefetch.on_device.count_and_name``.
 """
 
 import triton

@@ -1,6 +1,7 @@
-"""Prefetch on the device: names, judges, lists and copies predicted experts while a layer is computed.
+"""Prefetch on the device, while a layer is computed.
 
-Plain twins, bit for bit: ``vllm_dymoe.planner.prefetch``. Names are those of ``Table`` and ``PrefetchList``.
+It names, judges, lists and copies predicted experts. Plain twins, bit for bit: ``vllm_dymoe.planner.prefetch``. Names
+are those of ``Table`` and ``PrefetchList``.
 """
 
 from collections.abc import Mapping
@@ -51,7 +52,10 @@ def judge_predicted_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, rows: Tensor, listed: Mapping[str, Tensor],
     *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Do what ``judge_predicted`` does, in one launch; arguments as there, with tensors by name."""
+    """Do what ``judge_predicted`` does, in one launch.
+
+    Arguments are as there, with tensors by name.
+    """
     experts = table["precision"].shape[1]
     columns = ids, rows, table["predicted"], listed["held"], listed["counts"], listed["scratch"]
     sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts), "TOP_K": ids.shape[1]}
@@ -84,9 +88,10 @@ def list_predicted_on_gpu(
 def copy_predicted_on_gpu(
     table: Mapping[str, Tensor], layer: int, listed: Mapping[str, Tensor], *, start: Start = run_kernel
 ) -> None:
-    """Make the listed copies in one launch, until the plan of ``layer`` begins; each is published when complete.
+    """Make the listed copies in one launch, until the plan of ``layer`` begins.
 
-    A program is one warp, so that all of its lanes see the same value when it checks whether to continue.
+    Each is published when complete. A program is one warp, so that all of its lanes see the same value when it checks
+    whether to continue.
     """
     columns = listed["copies"], listed["count"], listed["arrivals"], table["planned"], table["staged"]
     sizes = {"PROGRAMS": _PROGRAMS}
@@ -102,7 +107,10 @@ def name_experts_kernel(
     layer: tl.int32, target: tl.int32, layers: tl.int32, tokens: tl.int32,
     EXPERTS: tl.constexpr, EVERYONE: tl.constexpr, VOTERS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]; WIDTH is a power of two, at least EVERYONE."""
+    """Run ``name_experts``; grid [1].
+
+    WIDTH is a power of two, at least EVERYONE.
+    """
     expert = tl.arange(0, WIDTH)
     known = expert < EVERYONE
     most = tl.load(asked + 2 * target)
@@ -156,7 +164,10 @@ def judge_predicted_kernel(
     ids, rows, predicted, held, counts, scratch, layer: tl.int32, tokens: tl.int32,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]; of scratch two numbers for each expert are used."""
+    """Run ``judge_predicted``; grid [1].
+
+    Of scratch two numbers for each expert are used.
+    """
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
     pairs = tl.minimum(tl.load(rows), tokens) * TOP_K
@@ -194,7 +205,10 @@ def list_predicted_kernel(
     copies, count, arrivals, held, scratch, layer: tl.int32, layers: tl.int32, projections: tl.int32,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, ARRIVALS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [1]; WIDTH is a power of two, at least EXPERTS. Of scratch four numbers for each expert are used."""
+    """Run ``list_predicted``; grid [1].
+
+    WIDTH is a power of two, at least EXPERTS. Of scratch four numbers for each expert are used.
+    """
     number = tl.arange(0, WIDTH)
     known = number < EXPERTS
     real = tl.load(rows)
@@ -284,7 +298,13 @@ def _list_free(
     order, staged, layer, slice_number, code, stays, slots, staging, number, known,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """List the slots of a version that no prediction for the layer has, ascending, in order [2 * WIDTH]; how many."""
+    """List the slots of a version that no prediction for the layer has.
+
+    They are ascending, and are written to `order` [2 * WIDTH].
+
+    Returns:
+        how many.
+    """
     at = staged + (layer % 2 * SLICES + slice_number) * 3 * EXPERTS + number
     kept = known & (tl.where(stays, tl.load(at + 2 * EXPERTS, mask=known, other=0), 0) > 0)
     kept = kept & (tl.load(at + EXPERTS, mask=known, other=0) == code)
@@ -327,9 +347,10 @@ def _list_copies(
     do_not_specialize=["layer"],
 )
 def copy_predicted_kernel(copies, count, arrivals, planned, staged, layer: tl.int32, PROGRAMS: tl.constexpr):
-    """Copy parts of 8 KiB, each program its own; the last program of a copy publishes it. Grid [PROGRAMS].
+    """Copy parts of 8 KiB, each program its own.
 
-    All programs make the copies in their order, so what has arrived of an expert grows only.
+    The last program of a copy publishes it. All make the copies in their order, so what has arrived of an expert only
+    grows. Grid [PROGRAMS].
     """
     listed = tl.load(count)
     number = tl.program_id(0) * 0

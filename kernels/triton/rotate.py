@@ -1,4 +1,6 @@
-"""The input rotation of lattice codes: signs, and a Hadamard transform in blocks of adjacent columns.
+"""The input rotation of lattice codes.
+
+It is signs, and a Hadamard transform in blocks of adjacent columns.
 
 Inputs of gate and up are rotated in one launch, because each of their programs needs all columns. Inputs of down are
 rotated by the programs that compute them, which hold whole blocks. The plain twin of both is ``kernels/lattice.py``,
@@ -60,7 +62,11 @@ def rotate_kernel(x, into, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def rotate(values, first, BLOCK: tl.constexpr):
-    """Rotate float32 values [rows, columns], whose first column is `first`, in blocks of BLOCK columns."""
+    """Rotate float32 values [rows, columns] in blocks of BLOCK columns.
+
+    Args:
+        first: number of the first column.
+    """
     number = (first + tl.arange(0, values.shape[1])).to(tl.uint32) * 0x9E3779B1
     number = (number ^ (number >> 15)) * 0x85EBCA77
     values = tl.where((((number ^ (number >> 13)) & 1) == 0)[None, :], values, -values)

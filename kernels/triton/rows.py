@@ -1,8 +1,10 @@
-"""Inner products of 64 rows with one or two tokens, straight from packed bytes: the core of decode.
+"""Inner products of 64 rows with one or two tokens: the core of decode.
+
+They are computed straight from packed bytes.
 
 Decode is bound by memory: a weight is read once and multiplied once or twice. Tensor cores would idle, and bringing
-dequantized tiles to them through shared memory would cost more than the products. What has to be small is the number of
-instructions per weight: an H200 issues about 3.5 of them in the time in which its memory delivers one 4-bit weight.
+dequantized tiles to them through shared memory would cost more than the products. What has to be small is the number
+of instructions per weight: an H200 issues about 3.5 of them in the time in which its memory delivers one 4-bit weight.
 
 - A thread keeps one word of a column: eight rows at 4 bits. It walks along the columns, taking every fourth one of a
   strip, so that a warp's load is 128 contiguous bytes and nothing crosses lanes before the end.
@@ -59,7 +61,9 @@ def quantized_rows(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Return products with one block of 64 rows of 8, 4 or 2 bits, over one part of the columns.
+    """Return products with one block of 64 rows of 8, 4 or 2 bits.
+
+    They are over one part of the columns.
 
     Args:
         section: int64 address.
@@ -204,9 +208,10 @@ def quantized_rows(
 
 @triton.jit
 def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: tl.constexpr, STORED: tl.constexpr):
-    """Load a strip for each warp: a tuple of int32 tensors shaped like `strip`, one per step.
+    """Load a strip for each warp.
 
-    Codes in two sections give pairs of tensors.
+    Returns:
+        a tuple of int32 tensors shaped like `strip`, one per step; codes in two sections give pairs of tensors.
     """
     LOADS: tl.constexpr = STRIP // 8 if BITS == 4 and STORED == 2 else STRIP // 4
     at = strip * (LOADS * 32)
@@ -220,13 +225,19 @@ def _load_words(words_at, residual_at, strip, last, STRIP: tl.constexpr, BITS: t
 
 @triton.jit
 def _by_parity(x, words, mask, factor):
-    """Return -x where the eight bits under a mask have odd parity, else x; `factor` adds them up in the last bit."""
+    """Return -x where the eight bits under a mask have odd parity, else x.
+
+    `factor` adds the bits up in the last bit.
+    """
     return (((words & mask) * factor & -0x80000000) ^ x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load(pointers, mask, ALL: tl.constexpr):
-    """Load, with zeros where masked. ALL: nothing is masked, which saves the instruction that sets the zero."""
+    """Load, with zeros where masked.
+
+    ALL: nothing is masked, which saves the instruction that sets the zero.
+    """
     if ALL:
         return tl.load(pointers)
     else:
@@ -235,7 +246,10 @@ def _load(pointers, mask, ALL: tl.constexpr):
 
 @triton.jit
 def _load_by(order_at, x, apart, mask, TOKENS: tl.constexpr, ALL: tl.constexpr):
-    """Load the float32 inputs [TOKENS, 1, 1, THREADS] that some stored columns multiply."""
+    """Load the float32 inputs that some stored columns multiply.
+
+    They are [TOKENS, 1, 1, THREADS].
+    """
     return load_x(x + _load(order_at, mask, ALL).to(tl.int32), apart, mask, TOKENS, ALL)
 
 
@@ -259,7 +273,10 @@ def plain_rows(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Products with one block of 64 rows of 16 bits; arguments and result as in quantized_rows."""
+    """Return products with one block of 64 rows of 16 bits.
+
+    Arguments and result are as in quantized_rows.
+    """
     # 64 sums for each thread: with 8 warps a lane has eight columns, which are one load. With two tokens half of the
     # rows come at a time, so that a token's sums are taken in one order, alone or with another token.
     WIDTH: tl.constexpr = 32 * WARPS
@@ -324,7 +341,9 @@ def row_products(
     WARPS: tl.constexpr,
     FLOAT16: tl.constexpr,
 ):
-    """Return products with 64 rows at the bits of the section; the first part adds the bias.
+    """Return products with 64 rows at the bits of the section.
+
+    The first part adds the bias.
 
     Args:
         section: int64 address.

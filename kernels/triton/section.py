@@ -1,6 +1,7 @@
-"""Offsets inside a section, for kernels: device functions for the formulas of docs/format.md.
+"""Offsets inside a section, for kernels.
 
-Sizes are compile-time constants, so every offset except the block's and the group's is folded.
+These are device functions for the formulas of docs/format.md. Sizes are compile-time constants, so every offset except
+the block's and the group's is folded.
 """
 
 import triton
@@ -26,13 +27,19 @@ def code_bits(tag):
 
 @triton.constexpr_function
 def group_size(tag, group):
-    """Return the number of columns that share a scale, or are padded together: the encoding's own, or the table's."""
+    """Return the number of columns that share a scale, or are padded together.
+
+    It is the encoding's own, or the table's.
+    """
     return WHOLE[tag].group_size or group
 
 
 @triton.constexpr_function
 def scale_bytes(tag):
-    """Return the bytes per row and group: scale and zero, or a published float's scale."""
+    """Return the bytes per row and group.
+
+    They hold scale and zero, or a published float's scale.
+    """
     dtype = WHOLE[tag].scale_dtype
     return 4 if dtype is None else dtype.itemsize
 
@@ -70,7 +77,10 @@ def down_rotation(rows, precisions):
 
 @triton.constexpr_function
 def stored_bits(bits, nested):
-    """Return the bits or tag of a matrix's first section, if codes of `nested` bits are stored in two sections."""
+    """Return the bits or tag of a matrix's first section.
+
+    Codes of `nested` bits are stored in two sections.
+    """
     if WHOLE[bits].lattice:
         return E8.tag
     return bits // 2 if bits == nested else bits
@@ -78,7 +88,10 @@ def stored_bits(bits, nested):
 
 @triton.constexpr_function
 def strip_columns(bits, nested, group):
-    """Return the columns of one group that a warp owns at a time; the same for base slices as for whole codes."""
+    """Return the columns of one group that a warp owns at a time.
+
+    They are the same for base slices as for whole codes.
+    """
     return min(group, 128 if bits == 2 and nested != 4 else 64)
 
 
@@ -92,7 +105,10 @@ def weight_bytes(rows, columns, group, tag):
 
 @triton.constexpr_function
 def bias_offset(rows, columns, group, tag):
-    """Return the byte of a section where its bias begins, or where the section ends without one."""
+    """Return the byte of a section where its bias begins.
+
+    Without a bias it is where the section ends.
+    """
     if tag == 16:
         return weight_bytes(rows, columns, group, tag)
     padded = -(-rows // 64) * 64 * padded_columns(columns, group, tag)
@@ -103,14 +119,20 @@ def bias_offset(rows, columns, group, tag):
 
 @triton.constexpr_function
 def order_offset(rows, columns, group, tag, bias):
-    """Return the byte of a section where its column order begins, or where the section ends without one."""
+    """Return the byte of a section where its column order begins.
+
+    Without an order it is where the section ends.
+    """
     bias_bytes = -(-(-(-rows // 64) * 128) // 256) * 256 if bias else 0
     return bias_offset(rows, columns, group, tag) + bias_bytes
 
 
 @triton.jit
 def unpack_scales(words, STEPS: tl.constexpr, FLOAT16: tl.constexpr):
-    """Return scale and zero, float32, from int32 words with 16 bits of each; STEPS: zeros count steps of the scale."""
+    """Return scale and zero, float32, from int32 words with 16 bits of each.
+
+    STEPS: zeros count steps of the scale.
+    """
     if FLOAT16:
         scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         zero = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,7 +1,7 @@
-"""A decode step of one MoE layer in three launches without the host: plan, gate and up, down.
+"""A decode step of one MoE layer in three launches without the host.
 
-Lattice codes need a fourth launch that rotates their inputs. Everything that changes from step to step is in tensors
-at fixed addresses, so a CUDA graph can capture the step.
+They are plan, gate and up, down. Lattice codes need a fourth launch that rotates their inputs. Everything that changes
+from step to step is in tensors at fixed addresses, so a CUDA graph can capture the step.
 """
 
 from collections.abc import Mapping

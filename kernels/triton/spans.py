@@ -1,4 +1,7 @@
-"""Copies that a device lists and makes by itself, from host memory that it can read to its own memory."""
+"""Copies that a device lists and makes by itself.
+
+They go from host memory that it can read to its own memory.
+"""
 
 import triton
 import triton.language as tl

@@ -38,12 +38,17 @@ def compile_kernel(
     constants: dict[str, Any],
     options: dict[str, int],
 ) -> None:
-    """Compile only: a launch with the same constants, dtypes and alignments then starts at once."""
+    """Compile only.
+
+    A launch with the same constants, dtypes and alignments then starts at once.
+    """
     kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
 class PreparedLaunch:
-    """A launch that is repeated often: from the second time on the driver gets the compiled kernel at once.
+    """A launch that is repeated often.
+
+    From the second time on the driver gets the compiled kernel at once.
 
     ``JITFunction.run`` takes 12 to 17 us, to bind and look at every argument. Here only addresses change: of the
     tensors that a call gives, before the fixed ones. Where these have other dtypes or alignments than in the first
@@ -65,7 +70,11 @@ class PreparedLaunch:
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch, with the tensors that come before the fixed ones in the kernel's arguments."""
+        """Launch the kernel.
+
+        Args:
+            tensors: those that come before the fixed ones in the kernel's arguments.
+        """
         addresses = [tensor.data_ptr() for tensor in tensors]
         kinds = [(tensor.dtype, address % 16 == 0) for tensor, address in zip(tensors, addresses, strict=True)]
         compiled: Any = self._compiled

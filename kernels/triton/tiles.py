@@ -1,8 +1,8 @@
-"""The sizes of programs: one function returns one record, from a small committed table.
+"""The sizes of programs.
 
-``tiles.json`` has defaults for each architecture, derived from its hardware, and may have records for shapes. A record
-never depends on the number of experts of a launch: otherwise the last bits of one expert's result would depend on which
-others are resident.
+One function returns one record, from a small committed table. ``tiles.json`` has defaults for each architecture,
+derived from its hardware, and may have records for shapes. A record never depends on the number of experts of a
+launch: otherwise the last bits of one expert's result would depend on which others are resident.
 """
 
 import json
@@ -60,7 +60,9 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """Sizes of a grouped program: block_m positions and block_n rows, walking along the columns in steps of block_k.
+    """Sizes of a grouped program.
+
+    It computes block_m positions and block_n rows, walking along the columns in steps of block_k.
 
     Raises ValueError for sizes that the kernels do not support.
     """
@@ -92,7 +94,11 @@ class Tiles:
     grouped_down: tuple[GroupedTile, ...]
 
     def on_tensor_cores(self, tokens: int, *, dependent: bool = False) -> "Tiles":
-        """Return these sizes for decode on tensor cores, of experts that have at most so many tokens, or 16."""
+        """Return these sizes for decode on tensor cores.
+
+        Args:
+            tokens: most tokens of an expert; up to 8 the sizes are for 8 tokens, otherwise for 16.
+        """
         most = 8 if tokens <= 8 else 16
         # Left alone, gate and up of 16 tokens take 249 registers, so that two programs share a processor and not three.
         gate_up, down = (
@@ -102,9 +108,11 @@ class Tiles:
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
-        """Return, per decoded position, the elements of partial sums and the semaphores, if programs share sums.
+        """Return what programs share per decoded position.
 
-        Programs always share the sums of `down` if these are weighted.
+        Returns:
+            the elements of partial sums, and the semaphores; 0 if programs share no sums. Programs always share the
+            sums of `down` if these are weighted.
         """
         inner, outer = -(-intermediate // 64), -(-hidden // 64)
         up = 2 * self.gate_up.split * inner if self.gate_up.split > 1 else 0

@@ -122,6 +122,45 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
 
 
+def test_only_what_is_compiled_makes_a_row_stale(variants):
+    source = """
+import os
+from elsewhere import helper, other
+
+SIZE = 4
+HOST_SIZE = 8
+
+def launch(x):
+    return os.cpu_count() * HOST_SIZE
+
+@triton.constexpr_function
+def size():
+    return SIZE
+
+@triton.jit
+def kernel(x):
+    '''Docstring.'''
+    return helper(x) + size()
+"""
+    before = variants._compiled_part(source)
+    for old, new in (
+        ("cpu_count() *", "cpu_count() +"),
+        ("HOST_SIZE = 8", "HOST_SIZE = 9"),
+        (", other", ""),
+        ("Doc", "D"),
+    ):
+        assert old in source
+        assert variants._compiled_part(source.replace(old, new)) == before
+    for old, new in (
+        ("\nSIZE = 4", "\nSIZE = 5"),
+        ("return SIZE", "return -SIZE"),
+        ("helper(x) +", "helper(x) -"),
+        ("elsewhere", "here"),
+    ):
+        assert old in source
+        assert variants._compiled_part(source.replace(old, new)) != before
+
+
 def test_problems_are_found(compile_table):
     good = {
         "triton": "3.8.0", "architecture": 120, "kernel": "down", "shape": "64x64", "precisions": "4", "note": "",

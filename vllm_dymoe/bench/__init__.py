@@ -1,1 +1,4 @@
-"""Measures policies, budgets and batches side by side on one model, as the papers' tables have them."""
+"""Measures policies, budgets and batches side by side on one model.
+
+The results are arranged as in the papers' tables.
+"""

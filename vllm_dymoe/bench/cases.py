@@ -1,4 +1,7 @@
-"""Cases to measure: one policy at one budget and batch size. Cases that one engine can answer are a group."""
+"""Cases to measure: one policy at one budget and batch size.
+
+Cases that one engine can answer are a group.
+"""
 
 import hashlib
 import itertools
@@ -64,7 +67,10 @@ class Case:
 
     @property
     def fixed_precision(self) -> str | None:
-        """Key that is equal for cases whose answers must be the same, token by token; None if precision may vary."""
+        """Key that is equal for cases whose answers must be the same.
+
+        They must be the same token by token; None if precision may vary.
+        """
         if self.subject.options is None:
             return None
         options = Options.model_validate(self.subject.options)
@@ -83,7 +89,10 @@ def grid(
     model: str, subjects: Sequence[Subject], budgets: Sequence[str], batches: Sequence[int], workload: Workload,
     engine: Mapping[str, Any],
 ) -> list[Case]:  # fmt: skip
-    """Return every combination once, and for each precision and batch the full load, the reference for speeds."""
+    """Return every combination once, with the full loads to compare with.
+
+    There is a full load for each precision and batch; it is the reference for speeds.
+    """
     cases = []
     for subject, batch in itertools.product(subjects, batches):
         for budget in subject.budgets or budgets:
@@ -103,14 +112,21 @@ def full_load(options: Mapping[str, Any]) -> Subject:
 
 
 def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
-    """Return cases by engine, the full load first, because others are compared with it."""
+    """Yield cases by engine.
+
+    The full load comes first, because others are compared with it.
+    """
     ordered = sorted(cases, key=lambda case: (not case.subject.label.startswith("full load"), case.group))
     for _, group in itertools.groupby(ordered, key=lambda case: case.group):
         yield list(group)
 
 
 def subject_of(text: str, common: Mapping[str, Any]) -> Subject:
-    """Parse a subject: a policy, or options as JSON with a ``label``. ConfigError if it is invalid."""
+    """Parse a subject: a policy, or options as JSON with a ``label``.
+
+    Raises:
+        ConfigError: it is invalid.
+    """
     options, label = {"policy": text}, text
     if text.lstrip().startswith("{"):
         try:

@@ -1,4 +1,7 @@
-"""Cold prompts, cached prefixes and decoding requests side by side: rows of ``vllm-dymoe bench --prefixes``."""
+"""Rows of ``vllm-dymoe bench --prefixes``.
+
+They have cold prompts, cached prefixes and decoding requests side by side.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +26,14 @@ def measure_prefixes(
     model: str, prompts: PromptSet, budgets: Sequence[str], options: Mapping[str, Any], engine: Mapping[str, Any],
     length: int, folder: Path,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each budget; ``folder`` may have some already. ConfigError if the engine fails."""
+    """Return a row for each budget.
+
+    Args:
+        folder: of rows; it may have some already.
+
+    Raises:
+        ConfigError: the engine fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path, cases = folder / ROWS, []
     for budget in budgets:
@@ -42,7 +52,10 @@ def measure_prefixes(
 
 
 def cells(row: Row) -> dict[str, str]:
-    """Return a row as text: milliseconds, and what is wrong if something is slower than it should be."""
+    """Return a row as text.
+
+    It has milliseconds, and names what is slower than it should be.
+    """
     measured = row["measured"]
     found = {"budget": row["budget"], "tokens": str(row["length"])}
     found |= {f"{name}, ms": f"{1e3 * measured[name]:.1f}" for name in (*CASES, *DECODING)}
@@ -50,7 +63,10 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def wrong(row: Row) -> list[str]:
-    """Return the cases that are slower than a cold prompt, and "decoding" if it waits for more than one chunk."""
+    """Return the cases that are slower than they should be.
+
+    They are those slower than a cold prompt, and "decoding" if it waits for more than one chunk.
+    """
     measured, chunk = row["measured"], row["measured"]["cold"] / row["chunks"]
     found = [name for name in ("cached", "new tail") if measured[name] > measured["cold"]]
     waits = measured["longest beside a prompt"] > measured["a decode step"] + 1.5 * chunk

@@ -1,4 +1,4 @@
-"""Prompts: files in the formats of serving benchmarks, the shipped set, and random tokens.
+"""Prompts: files of serving benchmarks, the shipped set, and random tokens.
 
 Formats are recognised by content:
 
@@ -43,7 +43,10 @@ class PromptSet:
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are random; these are routed almost evenly, so their hit rate says nothing about real use."""
+        """Whether tokens are random.
+
+        Random tokens are routed almost evenly, so their hit rate says nothing about real use.
+        """
         return self.random_length is not None
 
     @property
@@ -53,7 +56,11 @@ class PromptSet:
 
 
 def read_prompts(source: str) -> PromptSet:
-    """Read prompts of a file, the ``shipped`` set, or ``random:LENGTH``. ConfigError for anything else."""
+    """Read prompts of a file, the ``shipped`` set, or ``random:LENGTH``.
+
+    Raises:
+        ConfigError: the source is anything else.
+    """
     if (found := re.fullmatch(r"random:(\d+)", source)) and int(found[1]):
         return PromptSet(source, random_length=int(found[1]))
     path = resources.files("vllm_dymoe.bench").joinpath("prompts.json") if source == SHIPPED else Path(source)
@@ -71,7 +78,10 @@ def read_prompts(source: str) -> PromptSet:
 
 
 def by_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Interleave domains, so that any number of prompts from the front covers all of them."""
+    """Interleave domains.
+
+    So any number of prompts from the front covers all of them.
+    """
     domains: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         domains.setdefault(prompt.domain, []).append(prompt)

@@ -1,4 +1,7 @@
-"""Rows on disk: JSON lines, each complete or missing, so that a killed run resumes with the next one."""
+"""Rows on disk: JSON lines, each complete or missing.
+
+So a killed run resumes with the next row.
+"""
 
 import json
 from collections.abc import Iterable
@@ -13,11 +16,18 @@ Row = dict[str, Any]
 
 
 class OutputsDifferError(ConfigError):
-    """Two rows of one fixed precision gave different tokens: a bug of ours, or a fault of the machine."""
+    """Two rows of one fixed precision gave different tokens.
+
+    This is a bug of ours, or a fault of the machine.
+    """
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return complete rows, the later of two with the same key. ConfigError for an invalid line before the last."""
+    """Return complete rows, the later of two with the same key.
+
+    Raises:
+        ConfigError: a line before the last is invalid.
+    """
     lines = path.read_text().split("\n") if path.exists() else []
     rows: dict[str, Row] = {}
     for number, line in enumerate(lines, start=1):
@@ -43,9 +53,13 @@ def is_full_load(row: Row) -> bool:
 
 
 def check_outputs(rows: Iterable[Row]) -> int:
-    """Compare answers of each fixed precision, token by token, and return their number.
+    """Compare answers of each fixed precision, token by token.
 
-    Raises OutputsDifferError if one differs.
+    Returns:
+        the number of compared answers.
+
+    Raises:
+        OutputsDifferError: an answer differs.
     """
     first: dict[str, Row] = {}
     compared = 0

@@ -1,4 +1,7 @@
-"""Runs cases in processes of their own, one engine after the other, and resumes an interrupted run."""
+"""Runs cases in processes of their own, one engine after the other.
+
+An interrupted run is resumed.
+"""
 
 import json
 import os
@@ -34,7 +37,14 @@ def measure(
     expert_bytes: int = 0,  # of all experts at 16 bits, for peers with an offload size
     progress: Callable[[int, int, str], None] = lambda done, total, label: None,
 ) -> list[Row]:
-    """Return rows of all cases in order; ``folder`` may contain some already. ConfigError if an engine fails."""
+    """Return rows of all cases in order.
+
+    Args:
+        folder: of rows; it may contain some already.
+
+    Raises:
+        ConfigError: an engine fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ROWS
     known = {row["key"] for row in read_rows(path)}
@@ -77,9 +87,13 @@ def _described(case: Case) -> dict[str, Any]:
 
 
 def run_job(job: dict[str, Any], folder: Path, program: str | None = None) -> None:
-    """Run one engine in its own process; ConfigError with the end of its log if it failed.
+    """Run one engine in its own process.
 
-    Without colours and without vLLM's own processes; on a CPU, with a KV cache that leaves room for experts.
+    The engine runs without colours and without vLLM's own processes; on a CPU, with a KV cache that leaves room for
+    experts.
+
+    Raises:
+        ConfigError: it failed; the message has the end of its log.
     """
     log = folder / "logs" / f"{job['cases'][0]['key']}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +111,12 @@ def run_job(job: dict[str, Any], folder: Path, program: str | None = None) -> No
 
 
 def machine() -> dict[str, Any]:
-    """Return this machine's rates, measured in a process that ends before anything else begins.
+    """Return this machine's rates.
 
-    Raises ConfigError on failure.
+    They are measured in a process that ends before anything else begins.
+
+    Raises:
+        ConfigError: the measurement failed.
     """
     program = "import json; from vllm_dymoe.bench.run import rates; print(json.dumps(rates()))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -109,7 +126,10 @@ def machine() -> dict[str, Any]:
 
 
 def rates() -> dict[str, float | str]:
-    """Return bytes per second of reading device memory, and of copies from host to device: the fastest of five."""
+    """Return this machine's rates of memory and link, in bytes per second.
+
+    They are those of reading device memory, and of copies from host to device; each is the fastest of five.
+    """
     cuda = torch.cuda.is_available()
     host = torch.ones(_BYTES, dtype=torch.uint8, pin_memory=cuda)
     memory = torch.ones(_BYTES, dtype=torch.float32, device="cuda") if cuda else host.view(torch.float32)

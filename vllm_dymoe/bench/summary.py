@@ -49,7 +49,10 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
 
 
 def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
-    """Merge answers of several engines at the same times, round by round; a round lasts as long as the slowest."""
+    """Merge answers of several engines at the same times, round by round.
+
+    A round lasts as long as the slowest engine.
+    """
     if len(engines) == 1:
         return list(engines[0])
     found = []
@@ -76,7 +79,10 @@ def _total(counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Return peak memory: on a GPU torch's maximum, on a CPU the memory that the process cannot give back."""
+    """Return peak memory in bytes.
+
+    On a GPU it is torch's maximum, on a CPU the memory that the process cannot give back.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

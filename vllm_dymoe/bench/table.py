@@ -27,7 +27,10 @@ class Bounds:
 
 
 def bits_of(row: Row) -> int:
-    """Return the bits of the high precision; a peer computes at 16 bits unless it says otherwise."""
+    """Return the bits of the high precision.
+
+    A peer computes at 16 bits unless it says otherwise.
+    """
     return int((row["options"] or {"high": 16}).get("high", 4))
 
 
@@ -47,7 +50,7 @@ def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
-    """Cells of each row by column."""
+    """Return the cells of each row by column."""
     return [cells(row) for row in numbers(rows, bounds)]
 
 

@@ -1,1 +1,1 @@
-"""Caches of experts in GPU and host memory, and the transfers that fill their slots."""
+"""Caches of experts in GPU and host memory, and transfers that fill their slots."""

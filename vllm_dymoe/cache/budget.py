@@ -30,7 +30,7 @@ class SlotPlan:
         Precision, Sequence[int]
     ]  # experts of each precision that each layer may keep; the table's ``quotas``
     kinds: Mapping[Precision, Sequence[int]] = field(default_factory=dict)
-    """The slots of each kind of layers, where there are several."""
+    """Number of slots for each kind of layers, if there are several kinds."""
 
     def slots_of_kinds(self, precision: Precision) -> Sequence[int]:
         return self.kinds.get(precision, (self.slots[precision],))
@@ -42,7 +42,10 @@ class SlotPlan:
 
 
 def workspace_bytes(experts: ModelExperts, device_type: str = "cpu") -> int:
-    """Return the bytes of the kernel's scratch: one projection in float32 with its codes, limited by device type."""
+    """Return the bytes of the kernel's scratch.
+
+    The scratch holds one projection in float32 with its codes; its size is limited by device type.
+    """
     largest = max(m.padded_rows * m.padded_columns * 5 for fmt in experts.all_formats for m in fmt.matrices)
     return min(max(largest, MINIMUM_WORKSPACE_BYTES), _LARGEST_WORKSPACE_BYTES[device_type])
 
@@ -54,14 +57,20 @@ def precision_bits(options: Options, precision: Precision) -> int:
 
 
 def slot_bits(experts: ModelExperts, options: Options, precisions: frozenset[Precision]) -> dict[Precision, int]:
-    """Return the bits in the slots of each precision, high first: versions, or residual slices and their bases."""
+    """Return the bits in the slots of each precision, the high one first.
+
+    A slot holds a version or, if versions are nested, a residual slice (HIGH) or a base slice (LOW).
+    """
     if Precision.HIGH in precisions and experts.formats[options.high].nested:
         return {Precision.HIGH: options.high, Precision.LOW: options.high // 2}
     return {precision: precision_bits(options, precision) for precision in used_precisions(options, precisions)}
 
 
 def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple[Precision, ...]:
-    """Return the precisions that need slots, high first: those that the policy uses and the store has."""
+    """Return the precisions that need slots, the high one first.
+
+    A precision needs slots if the policy uses it and the store has it.
+    """
     return tuple(
         precision
         for precision in (Precision.HIGH, Precision.LOW)
@@ -72,7 +81,7 @@ def used_precisions(options: Options, precisions: frozenset[Precision]) -> tuple
 def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, workspace_bytes: int) -> int:
     """Return the smallest feasible budget in bytes.
 
-    It is the workspace and one slot per precision, or per expert if none is fetched.
+    The budget must hold the workspace and one slot per precision, or one per expert if none is fetched.
     """
     if policy.residency.migrating is not None:
         return workspace_bytes + _resident_bytes(experts, options, policy, 1)
@@ -83,10 +92,10 @@ def minimum_budget(experts: ModelExperts, options: Options, policy: Policy, work
 def limit_in_bytes(
     budget: ExpertBudget, experts: ModelExperts, options: Options, workspace_bytes: int, automatic: int
 ) -> int:
-    """Return a budget as a hard limit in bytes; ``automatic`` bytes if it is automatic.
+    """Return a budget as a hard limit in bytes; ``automatic`` if it is automatic.
 
-    A share counts experts only, so that 100 % holds all of them; the limit also includes workspace and predictor. The
-    same holds for budgets in slots.
+    An automatic limit is at most what all experts need. A share counts experts only, so that 100 % holds all of them;
+    the limit also includes workspace and predictor. The same holds for budgets in slots.
     """
     everything = experts.nbytes(options.high)
     if budget.is_auto:
@@ -156,8 +165,10 @@ def _plan_kinds(
     experts: ModelExperts, policy: Policy, weights: Mapping[Precision, Sequence[float]], limit: int,
     workspace_bytes: int,
 ) -> SlotPlan:  # fmt: skip
-    """Plan for layers of several formats, which have one version of each expert: as many staging slots for each kind,
-    and for each layer the same share of its experts, but for its weight.
+    """Plan for layers of several formats, which have one version of each expert.
+
+    Every kind of layer has the same number of staging slots. Every layer keeps the same share of its experts, apart
+    from its weight.
     """
     ((precision, of_layers),) = weights.items()
     kinds = np.array(experts.kinds)
@@ -170,7 +181,7 @@ def _plan_kinds(
         staging = max(1, min(_staging(experts, policy, usual), most)) if policy.residency.keeps else min(most, each)
         room = spare - staging * int(sizes.sum())
         quotas = np.zeros(layers, np.int64)
-        # D'Hondt, as in layer_quotas; the first layer whose next slot is too large ends it.
+        # D'Hondt, as in layer_quotas, until a layer's next slot does not fit.
         claims = [(-weight, layer) for layer, weight in enumerate(of_layers) if weight > 0 and policy.residency.keeps]
         heapify(claims)
         while claims:
@@ -223,7 +234,10 @@ def _staging(experts: ModelExperts, policy: Policy, count: int) -> int:
 
 
 def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
-    """Return the number of staging slots of each kind: for moves of separate versions, and for what steps fetch."""
+    """Return the number of staging slots of each precision.
+
+    Moves of separate versions need them, and experts that steps fetch.
+    """
     every, residency = len(experts.layers) * experts.num_experts, policy.residency
     if high == every or residency.migrating is None:
         return 0
@@ -232,10 +246,10 @@ def _resident_staging(experts: ModelExperts, options: Options, policy: Policy, h
 
 
 def _resident_bytes(experts: ModelExperts, options: Options, policy: Policy, high: int) -> int:
-    """Return the bytes with every expert resident and ``high`` of them high, including staging slots for moves.
+    """Return the bytes with every expert resident and ``high`` of them high.
 
-    A residual slice is moved into the slot of the one that it replaces. Of separate versions, both of a pair arrive
-    before either old one leaves.
+    Staging slots for moves are included. A residual slice is moved into the slot of the one that it replaces. Of
+    separate versions, both of a pair arrive before either old one leaves.
     """
     high_format, low_format = experts.formats[options.high], experts.formats[options.low]
     every = len(experts.layers) * experts.num_experts
@@ -270,9 +284,9 @@ def _plan_residents(
 
 
 def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[float]) -> NDArray[np.float64]:
-    """Return the worth of a high version per use of an expert: float64 [layers, experts].
+    """Return the worth of a high version per use: float64 [layers, experts].
 
-    It is the layer's worth times the root of the quantization error of the expert's low version, relative to its
+    An expert's worth is its layer's, times the root of the quantization error of its low version, relative to the
     layer's mean. The error itself would be better for lattice codes, but gains nothing for GPTQ (benchmarks/LOG.md).
     """
     found = np.ones((len(experts.layers), experts.num_experts))
@@ -284,7 +298,10 @@ def expert_worth(experts: ModelExperts, migrating: Migrating, layers: Sequence[f
 
 
 def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int, spare: int) -> dict[Precision, int]:
-    """Return the slots of residual and base slices, at least one each: as many residual slices as `high` bases need."""
+    """Return the slots of residual and base slices, at least one of each.
+
+    ``high`` is the number of residual slices for each base.
+    """
     residual, base = sizes[Precision.HIGH], sizes[Precision.LOW]
     bases = min(every_expert, max(1, min(int(spare / (base + high * residual)), (spare - residual) // base)))
     residuals = max(1, min(every_expert, (spare - bases * base) // residual))
@@ -295,7 +312,10 @@ def _slice_slots(sizes: Mapping[Precision, int], high: float, every_expert: int,
 def _low_slots(
     sizes: Mapping[Precision, int], weights: Mapping[Precision, Sequence[float]], every_expert: int, spare: int
 ) -> int:
-    """Return the slots of the low precision if both are in use, leaving at least one for the high one."""
+    """Return the slots of the low precision if both precisions are in use.
+
+    At least one slot is left for the high one.
+    """
     high, low = sizes[Precision.HIGH], sizes[Precision.LOW]
     wanted_high, wanted_low = sum(weights[Precision.HIGH]), sum(weights[Precision.LOW])
     share = wanted_low / (wanted_high + wanted_low)

@@ -29,7 +29,10 @@ class ResidencyCounts:
         self.hits = self.misses = self.cpu_executed = self.promotions = self.reuses = self.evictions = 0
 
     def take(self, counters: Any) -> NDArray[np.int64]:
-        """Add the counters of planned steps, int64 [layers, Counter], and zero them; return a copy of them."""
+        """Add the counters of planned steps, and zero them.
+
+        ``counters`` is int64 [layers, Counter]; returns a copy of its values.
+        """
         of_layers = np.array(counters.tolist(), np.int64).reshape(-1, len(Column))  # waits for a device
         values = of_layers.sum(0).tolist()
         counters[:] = 0

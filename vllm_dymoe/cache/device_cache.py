@@ -42,10 +42,12 @@ class Budget(NamedTuple):
 
 
 class SlotPools(dict[Precision, SlotPool]):
-    """The slots of one plan by precision, the high one first; ConfigError if their memory cannot be had.
+    """The slots of one plan by precision, the high one first.
+
+    Raises ConfigError if their memory cannot be allocated.
 
     Attributes:
-        bits: of what the slots of each precision hold, as the experts' formats are named.
+        bits: bits in the slots of each precision, as the experts' formats are named.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class SlotPools(dict[Precision, SlotPool]):
             )
         try:
             arena = Arena(nbytes, device=None if self._device.type == "cpu" else self._device)
-            # So that the pages exist now: otherwise a machine short of memory would kill the process later.
+            # Touch the pages now: otherwise a machine short of memory would kill the process later.
             arena.memory.fill_(0)
         except (RuntimeError, OSError) as error:  # includes torch.OutOfMemoryError
             raise ConfigError(
@@ -104,8 +106,10 @@ class SlotPools(dict[Precision, SlotPool]):
         self._device_memory.available()
 
     def check_growth(self, plan: SlotPlan, before: SlotPlan, nbytes: int) -> None:
-        """ConfigError for slots of so many bytes, if they do not fit beside what computation takes; the old ones are
-        still there."""
+        """Raise ConfigError if slots of ``nbytes`` bytes do not fit.
+
+        They must fit in addition to what computation takes. The old slots, which still exist, count as free.
+        """
         if plan.limit <= before.limit:  # the device has provided as much before
             return
         wanted = nbytes
@@ -122,10 +126,10 @@ class SlotPools(dict[Precision, SlotPool]):
 
 
 class DeviceCache(ExpertCache):
-    """The device memory of one rank's experts, for one slot plan; another plan needs another cache.
+    """The device memory of one rank's experts, for one slot plan.
 
-    No expert is resident at first, except with device-side planning if every expert has a slot. AssertionError if the
-    plan exceeds its budget.
+    Another plan needs another cache. No expert is resident at first, except with device-side planning if every expert
+    has a slot. AssertionError if the plan exceeds its budget.
 
     Args:
         plan: how the budget is divided.
@@ -169,7 +173,10 @@ class DeviceCache(ExpertCache):
                 device_table.fill(pools, pools.bits, plan.quotas)
 
     def resident(self, layer: int, expert: int, wanted: Precision) -> tuple[Precision, tuple[Slot, ...]]:
-        """Return the resident version that serves an expert wanted in a precision, and its slots."""
+        """Return the resident version that serves an expert, and its slots.
+
+        ``wanted`` is the precision in which the expert is wanted.
+        """
         table = self.table
         precision = Precision.HIGH if table.precision[layer, expert] == HIGH else Precision.LOW
         if not self.nested:
@@ -180,16 +187,19 @@ class DeviceCache(ExpertCache):
         return precision, (base, self.pools[Precision.HIGH].slots[table.slot[1, layer, expert]])
 
     def lacking(self, layer: int, expert: int, precision: Precision) -> tuple[Precision, ...]:
-        """Return the pools from which an expert needs a slot before it can serve at a precision.
+        """Return the pools from which an expert needs a slot to serve at a precision.
 
-        Empty if another version is resident.
+        The result is empty if another separate version is resident.
         """
         if not self.nested:
             return () if self.table.precision[layer, expert] else (precision,)
         return tuple(part for part in self.parts[precision] if self.slot_of(layer, expert, part) is None)
 
     def far(self, layer: int, wanted: Mapping[int, Precision]) -> list[bool]:
-        """Return which wanted experts have no slot for the wanted version and are not in host memory either."""
+        """Return for each wanted expert whether its bytes have to come from disk.
+
+        They do if the expert has no slot for the wanted version and is not in host memory either.
+        """
         far, held = [], self.table.precision[layer]
         for expert, precision in wanted.items():
             lacks = self.lacking(layer, expert, precision) if self.nested else held[expert] != CODES[precision]
@@ -198,7 +208,10 @@ class DeviceCache(ExpertCache):
         return far
 
     def lost(self, layer: int, executed: Mapping[int, Precision]) -> str:
-        """Return why the CPU could not read some of the experts that it executed; empty if it could."""
+        """Return why the CPU could not read some of the experts that it executed.
+
+        Empty if it could.
+        """
         parts = ((expert, part) for expert, precision in executed.items() for part in self.parts[precision])
         return self.store.lost(SliceKey(layer, expert, self.bits[part]) for expert, part in parts)
 
@@ -232,7 +245,10 @@ class DeviceCache(ExpertCache):
     # -- device-side copy of the table ----------------------------------------------------------
 
     def rows_changed(self, layer: int) -> None:
-        """Copy a layer's rows to the device, after current computation and before later launches or replays."""
+        """Copy a layer's rows to the device.
+
+        The copy follows current computation, and precedes later launches or replays.
+        """
         if self.device_table is None:
             return
         for name in ("precision", "slot"):
@@ -247,7 +263,10 @@ class DeviceCache(ExpertCache):
 
 
 def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ...]) -> PackedExpert:
-    """Return views of an expert in the store's memory, by the bits of the slices that it consists of."""
+    """Return views of an expert in the store's memory.
+
+    ``bits`` are those of the slices that it consists of, the base slice first.
+    """
     found: PackedExpert | None = None
     for width in bits:
         key = SliceKey(layer, expert, width)
@@ -257,11 +276,13 @@ def view_in_store(store: HostStore, layer: int, expert: int, bits: tuple[int, ..
 
 
 def check_cache(cache: DeviceCache, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-    """Raise AssertionError unless every slot is free, in a row, or in flight, and quotas are kept.
+    """Raise AssertionError if the cache and its table are inconsistent.
 
-    Waits for the device.
+    Every slot must be free, in a row, or in flight, and quotas must be kept. Waits for the device.
 
-    ``moving``: check only the sum of the quotas, because a migration moves them between layers.
+    Args:
+        in_flight: precision, slot, and whether it will be kept, of each fetch.
+        moving: check only the sum of the quotas, because a migration moves them between layers.
     """
     flying, decides = list(in_flight), cache.writer is Writer.DEVICE
     if cache.device_table is not None:

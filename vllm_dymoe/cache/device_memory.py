@@ -1,4 +1,7 @@
-"""How much memory the experts' device has left, and giving back what is unused."""
+"""Free memory of the experts' device.
+
+Reports how much is left, and gives back what is unused.
+"""
 
 import ctypes
 
@@ -15,7 +18,10 @@ class DeviceMemory:
     """Memory of one device; this class is for a CPU, where slots are in host memory."""
 
     def available(self) -> int:
-        """Return the bytes that any process can allocate now, after giving back what this process holds without use."""
+        """Return the bytes that any process can allocate now.
+
+        Memory that this process holds without use is given back first.
+        """
         # Small blocks that were freed stay in the C library's heap otherwise; not every C library has the call.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -23,7 +29,10 @@ class DeviceMemory:
         return available_host_memory()
 
     def computation(self) -> int:
-        """Return the peak bytes of a step beyond what is held between steps: little compared with a host's memory."""
+        """Return the peak bytes of a step beyond what is held between steps.
+
+        On a CPU this counts as 0, because it is little compared with a host's memory.
+        """
         return 0
 
     def shares_addresses(self) -> bool:
@@ -31,7 +40,10 @@ class DeviceMemory:
         return True
 
     def ends_long_kernels(self) -> bool:
-        """Return whether a display watchdog ends kernels after some seconds, and with them the process's context."""
+        """Return whether a display watchdog ends kernels after some seconds.
+
+        The process's context ends with the kernel.
+        """
         return False
 
 
@@ -51,7 +63,10 @@ class CudaMemory(DeviceMemory):
             return int(torch.cuda.mem_get_info(self._device)[0])
 
     def computation(self) -> int:
-        """Return torch's highest use so far beyond the present one; vLLM counts on it for activations."""
+        """Return torch's highest use so far beyond the present one.
+
+        vLLM counts on this memory for activations.
+        """
         return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
 
     def shares_addresses(self) -> bool:

@@ -1,6 +1,7 @@
-"""The table of device-side planning, and what the host writes into it between two steps.
+"""The table of device-side planning, and what the host writes into it.
 
-Tables stay at fixed addresses, which captured graphs read (DynaExq 3.2: a stable handle); only their values change.
+The host writes between two steps. Tables stay at fixed addresses, which captured graphs read (DynaExq 3.2: a stable
+handle); only their values change.
 """
 
 from collections import deque
@@ -29,7 +30,10 @@ _RING = 1  # steps whose routing is recorded: the ring is read after every step
 
 
 class DeviceTable:
-    """The table of a device that can read the store; the DeviceCaches of a server share it, one after the other."""
+    """The table of a device that can read the store.
+
+    The DeviceCaches of a server share it, one after the other.
+    """
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         experts = store.experts
@@ -73,9 +77,13 @@ class DeviceTable:
             table.precision.fill_(CODES[precision])
 
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
-        """Write how the device serves from now on: precisions, quotas' bits and source addresses.
+        """Write how the device serves from now on.
 
-        ``bits`` are those of each precision, 0 for one that is skipped; ``of_slices`` are those in the slots of each.
+        Sets precisions and their encodings, eviction, and source addresses.
+
+        Args:
+            bits: bits of each precision, 0 for one that is skipped.
+            of_slices: bits in the slots of each precision.
         """
         table, experts = self.table, self._store.experts
         served, precision = (Precision.HIGH, Precision.LOW), policy.precision
@@ -98,10 +106,10 @@ class DeviceTable:
         self._sources = sources
 
     def take_counts(self, counts: ResidencyCounts, transfers: TransferStats, predictions: PrefetchStats) -> None:
-        """Add what the device has counted since the last call; waits for it.
+        """Add what the device has counted since the last call; waits for the device.
 
-        An expert that is read again for every two tokens counts as one transfer, and so does one that partly came
-        ahead.
+        An expert that is read again for every two tokens counts as one transfer, and so does one that was partly
+        fetched ahead.
         """
         of_layers = counts.take(self.table.counters)
         values = of_layers.sum(0).tolist()
@@ -120,7 +128,10 @@ class DeviceTable:
 
 
 class DeviceCounts:
-    """Counts of routing in steps without the host: counted on the device, read by the host without waiting."""
+    """Counts of routing in steps without the host.
+
+    The device counts, and the host reads the counts without waiting.
+    """
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -133,14 +144,20 @@ class DeviceCounts:
         self._on_host = HostCopy(self._uses)
 
     def add(self) -> None:
-        """Count the layers that ran as small batches since the last time, or will run on the computing stream."""
+        """Count the layers that small batches ran since the last call.
+
+        Layers that are enqueued on the computing stream count as well.
+        """
         table = self._table
         ids = torch.where(self._row < table.ring_rows[0, :, None, None], table.ring_ids[0], -1)
         self._add(ids, table.ring_weights[0], self._first)
         table.ring_rows.zero_()
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """Count a layer of a large-batch step, given ids int32 and weights float32, [tokens, top_k]."""
+        """Count a layer of a large-batch step.
+
+        ``ids`` are int32 and ``weights`` float32, both [tokens, top_k].
+        """
         self._add(ids, weights, self._first[layer, 0])
 
     def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
@@ -166,19 +183,20 @@ class DeviceCounts:
     def take(self) -> NDArray[np.int64]:
         """Return the counts up to the last ``ask``: int64 [3, layers, experts].
 
-        These are choices of low, choices of high, and squared gates.
+        The first dimension is choices of low, choices of high, and squared gates.
         """
         counts = self._on_host.take().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
 
 
 class DeviceWaits:
-    """What steps without the host have waited for the link: what they have fetched, at the rate of the link.
+    """The time that steps without the host have waited for the link.
 
-    The host hears of it without waiting, some steps later. A step of few rows waits for all that it fetches.
+    It follows from what they have fetched and the rate of the link: a step of few rows waits for all that it fetches.
+    The host learns of it some steps later, without waiting.
 
     Args:
-        seconds: of a fetch of a version, or of its residual slice, by LOW and HIGH.
+        seconds: seconds of fetching a version, or its residual slice, by LOW and HIGH.
     """
 
     def __init__(self, table: Table, seconds: Mapping[int, float]) -> None:
@@ -189,21 +207,27 @@ class DeviceWaits:
 
     @property
     def _fetched(self) -> Tensor:
-        """int64 [2], versions and slices that steps have fetched, high and low."""
+        """Versions and slices that steps have fetched, high and low: int64 [2]."""
         return self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
 
     def seconds(self) -> float:
-        """Return the seconds so far, as far as they are known, and ask for what has come since."""
+        """Return the seconds waited so far, and ask for what has come since.
+
+        The result includes only what the host knows already.
+        """
         if self._on_host.ready:
             before, self._seen = self._seen, self._on_host.take().tolist()
-            # Where statistics were taken meanwhile, counters have begun anew.
+            # If statistics were taken meanwhile, counters started again from zero.
             news = [now - last if now >= last else now for now, last in zip(self._seen, before, strict=True)]
             self._waited += sum(count * each for count, each in zip(news, self._seconds, strict=True))
             self._on_host.ask(self._fetched)
         return self._waited
 
     def follow(self, thresholds: Sequence[NDArray[np.int64]]) -> None:
-        """Write the thresholds of prompts' tokens and of others into the table, where they have changed."""
+        """Write thresholds that have changed into the table.
+
+        ``thresholds`` are those of prompts' tokens and of others.
+        """
         columns = self._table.prompt_threshold, self._table.threshold
         for number, (column, threshold) in enumerate(zip(columns, thresholds, strict=True)):
             if self._told[number] != int(threshold[0]):
@@ -212,10 +236,12 @@ class DeviceWaits:
 
 
 class DeviceFailures:
-    """What went wrong on the device in steps without the host; sent to the host after each step.
+    """What went wrong on the device in steps without the host.
+
+    The device sends it to the host after each step.
 
     Args:
-        why: called with a layer, an expert of which could not be read; returns why. None if nothing has to be read.
+        why: takes a layer with an expert that could not be read, and returns why; None if nothing has to be read.
     """
 
     def __init__(self, table: Table, why: Callable[[int], str] | None = None) -> None:
@@ -224,7 +250,10 @@ class DeviceFailures:
         self._sent: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int) -> None:
-        """Start to copy what an enqueued step has met, under its number, and clear it on the device."""
+        """Start to copy what an enqueued step has met, and clear it on the device.
+
+        The copy is filed under the number ``step``.
+        """
         event = torch.cuda.Event() if self._pinned else None
         sizes = len(self._columns), self._table.layers
         on_host = torch.empty(sizes, dtype=torch.int64, device="cpu", pin_memory=self._pinned)
@@ -236,10 +265,12 @@ class DeviceFailures:
         self._sent.append((step, on_host, event))
 
     def take(self, step: int, experts: int | None = None) -> str:
-        """Return why one of the steps up to this number that have ended, and were not asked about yet, failed; or "".
+        """Return why a step failed; empty if none did.
+
+        Covers all steps up to this number that have ended and were not asked about yet.
 
         Args:
-            experts: of all ranks, where ids have been bounded by them; None if the table has all of them.
+            experts: experts of all ranks, if ids have been bounded by that number; None if the table has all of them.
         """
         found = ""
         while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):

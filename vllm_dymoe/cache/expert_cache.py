@@ -1,4 +1,4 @@
-"""The cache of one memory tier: which experts are in which slots, and the fetcher that fills them.
+"""The cache of one memory tier, and the fetcher that fills its slots.
 
 An ExpertCache is a table and the slots that its rows name: one for a device, and one in host memory for each stored
 version. A Fetcher fills it; neither decides anything. Giving up fetches is implemented once, for wrong predictions and
@@ -43,14 +43,17 @@ class ExpertCache:
         return self.table.nested
 
     def slot_of(self, layer: int, expert: int, part: Precision) -> Slot | None:
-        """Return the slot that an expert's row names in a pool, or None; for nested versions."""
+        """Return the slot that an expert's row names in a pool, or None.
+
+        Only for nested versions.
+        """
         index = self.table.slot[int(part is Precision.HIGH), layer, expert]
         return self.pools[part].slots[index] if index >= 0 else None
 
     def evict(self, layer: int, expert: int, part: Precision | None = None) -> bool:
-        """Free an expert's slots, for copies after their last reader; return False if it has none.
+        """Free an expert's slots; return False if it has none.
 
-        ``part`` HIGH frees only the residual slice and keeps its base.
+        Copies into them wait for their last reader. ``part`` HIGH frees only the residual slice and keeps its base.
         """
         freed = self.table.remove(layer, expert, residual=self.nested and part is Precision.HIGH)
         for precision, index in freed:
@@ -58,10 +61,12 @@ class ExpertCache:
         return bool(freed)
 
     def check_integrity(self, in_flight: Iterable[tuple[Precision, Slot, bool]], *, moving: bool = False) -> None:
-        """Raise AssertionError unless every slot is free, in a row, or in flight, and layers keep their quotas.
+        """Raise AssertionError if slots, rows and fetches are inconsistent.
+
+        Every slot must be free, in a row, or in flight, and layers must keep their quotas.
 
         Args:
-            in_flight: precision, slot, and whether it will be kept.
+            in_flight: precision, slot, and whether it will be kept, of each fetch.
             moving: check only the sum of the quotas.
         """
         flying = list(in_flight)
@@ -80,7 +85,10 @@ Cache = TypeVar("Cache", bound=ExpertCache)
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """An expert in flight to a slot, which belongs to the fetch until it is kept or released."""
+    """An expert in flight to a slot.
+
+    The slot belongs to the fetch until the expert is kept or released.
+    """
 
     layer: int  # of the expert
     expert: int  # the rank's number of the expert
@@ -111,11 +119,10 @@ class Fetcher(Generic[Cache]):
         kept: bool = False,
         projections: int = _ALL,
     ) -> Fetch | None:
-        """Start to fetch an expert into a free slot, or a reserved one if ``kept``.
+        """Start to fetch an expert; return None if no slot is free now.
 
-        Return None if there is none now.
-
-        Only the first ``projections`` are transferred until the rest is demanded.
+        The expert goes into a free slot, or a reserved one if ``kept``. Only the first ``projections`` are transferred
+        until the rest is demanded.
         """
         slot = self.cache.pools[precision].take(kept=kept, kind=self.cache.kinds[layer])
         if slot is None:
@@ -138,14 +145,20 @@ class Fetcher(Generic[Cache]):
             fetch.kept = False
 
     def complete(self, fetch: Fetch) -> None:
-        """Wait for an expert, or raise TransferError; if it is kept, the table names it from now on."""
+        """Wait for an expert; if it is kept, the table names it from now on.
+
+        Raises TransferError if it does not arrive.
+        """
         self.engine.wait(fetch.ticket)
         fetch.complete = True
         if fetch.kept:
             self._publish(fetch)
 
     def release(self, fetch: Fetch, last_read: Any) -> None:
-        """Free the slot of a used expert unless it is kept; a copy into it waits for ``last_read``."""
+        """Free the slot of a used expert unless it is kept.
+
+        A copy into it waits for ``last_read``.
+        """
         if last_read is not None:
             fetch.slot.last_read = last_read
         if not fetch.kept:
@@ -166,11 +179,17 @@ class Fetcher(Generic[Cache]):
                 self.orphaned.append(fetch)
 
     def collect(self) -> bool:
-        """Free the slots of orphaned copies that have ended; return whether there were any."""
+        """Free the slots of orphaned copies that have ended.
+
+        Returns whether there were any.
+        """
         return self._take_back(fetch for fetch in self.orphaned if fetch.ticket.ended)
 
     def settle(self) -> bool:
-        """Wait for the slot of an orphaned copy; return False if there is none, or if it does not end."""
+        """Wait for the slot of an orphaned copy.
+
+        Returns False if there is none, or if it does not end.
+        """
         if self.collect():
             return True
         return any(self._take_back([fetch]) for fetch in list(self.orphaned))

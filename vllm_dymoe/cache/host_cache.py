@@ -1,9 +1,9 @@
-"""The host-memory tier: slots with a hard byte budget, between the disk and a device with its own memory.
+"""The host-memory tier: slots with a hard byte budget, filled from disk.
 
-If all slices fit, they are read at start and stay. Otherwise the planner's rule decides what stays, with a table of the
-tier's own that counts the device's misses as uses: experts that the device keeps lose score here and make room for
-others. Reads are tickets of a transfer engine of the tier's own, as many at once as suits the disk. A prediction takes
-a staging slot, and is dropped when anything is in demand.
+It lies between the disk and a device with its own memory. If all slices fit, they are read at start and stay. Otherwise
+the planner's rule decides what stays, with a table of the tier's own that counts the device's misses as uses: experts
+that the device keeps lose score here and make room for others. Reads are tickets of a transfer engine of the tier's
+own, as many at once as suits the disk. A prediction takes a staging slot, and is dropped when anything is in demand.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ _POLL_SECONDS = 1e-3  # poll interval if more slices are requested at once than 
 
 
 class _DiskDelivery(CpuDelivery):
-    """Delivers from files into slots of the tier, after the device's last copy out of them."""
+    """Delivers from files into slots of the tier.
+
+    A slot is overwritten only after the device's last copy out of it.
+    """
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:
         if ticket.after is not None and projections.start == 0:
@@ -40,7 +43,7 @@ class _DiskDelivery(CpuDelivery):
 
 
 class HostCache(HostStore):
-    """A store that keeps slices in host memory within a budget, and the others in files.
+    """A store that keeps slices in host memory within a budget, others in files.
 
     HostMemoryError if the budget has no room for two slices of each version, or if memory cannot be allocated.
 
@@ -66,7 +69,7 @@ class HostCache(HostStore):
             self.engine.close()
             _unshare(shared)
             raise
-        self._changed = threading.Condition()  # the lock of everything about slots
+        self._changed = threading.Condition()  # held for everything about slots
         self._expected: set[SliceKey] = set()  # slices of the running layer, whose uses are counted
 
     @property
@@ -106,9 +109,9 @@ class HostCache(HostStore):
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> contextlib.AbstractContextManager[Slot]:
-        """Lend a slice, see the base class; the first projection counts as a use unless ``expect`` did.
+        """Lend a slice, see the base class; misses are requested.
 
-        Misses are requested.
+        The first projection counts as a use unless ``expect`` counted it.
         """
         if self.whole:
             return contextlib.nullcontext(self.slots.held[key].slot)
@@ -117,7 +120,10 @@ class HostCache(HostStore):
     # -- requests of steps ---------------------------------------------------------------------
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """Decide what stays, given the slices that a layer's step needs and the device lacks; start all reads."""
+        """Decide what stays, and start all reads.
+
+        ``keys`` are the slices that a layer's step needs and the device lacks.
+        """
         with self._changed:
             self._expected = set(keys)
             self.slots.collect()
@@ -125,7 +131,10 @@ class HostCache(HostStore):
             self.slots.expect(layer, keys)
 
     def prefetch(self, keys: Iterable[SliceKey]) -> None:
-        """Read predicted slices of later layers into idle slots, best first, unless anything is in demand."""
+        """Read predicted slices of later layers into idle slots, best first.
+
+        Nothing is read while anything is in demand.
+        """
         with self._changed:
             self.slots.collect()
             for key in keys:
@@ -140,7 +149,10 @@ class HostCache(HostStore):
             return held is not None and held.complete
 
     def keeps(self, key: SliceKey) -> bool:
-        """Return whether a slice is in a slot that its layer keeps, or on its way there, and a device can read it."""
+        """Return whether a layer keeps a slice where a device can read it.
+
+        The slice is in its slot, or on its way there.
+        """
         with self._changed:
             held = self.slots.held.get(key)
             return held is not None and held.kept and (self._page_lock is None or held.slot.pinned)
@@ -197,9 +209,8 @@ class HostCache(HostStore):
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         """Read and verify everything; there must be room for it.
 
-        Raises StoreError if files cannot be read; the tier is then closed.
-
-        ``progress`` is called with each number of bytes read.
+        Raises StoreError if files cannot be read; the tier is then closed. ``progress`` is called with each number of
+        bytes read.
         """
 
         found = self._shared is not None and self._shared.found
@@ -227,7 +238,7 @@ class HostCache(HostStore):
         self.whole = True
 
     def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:
-        """Verify a slice that another process has filled against the store's checksums."""
+        """Verify a slice that another process has filled, by the store's checksums."""
         try:
             self.files.check(key, packed)
         except DamagedStoreError as error:
@@ -256,7 +267,10 @@ class HostCache(HostStore):
         self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
 
     def sleep(self) -> None:
-        """Free the memory until ``wake``; no step may be running. HostMemoryError while reads have not ended."""
+        """Free the memory until ``wake``; no step may be running.
+
+        Raises HostMemoryError while reads have not ended.
+        """
         with self._changed:
             if not self.slots.settle():
                 raise HostMemoryError("host_memory cannot change while reads have not ended; check the disk")
@@ -264,7 +278,10 @@ class HostCache(HostStore):
             _unshare(self._shared)
 
     def wake(self) -> None:
-        """Allocate as much memory as before; filled if it held everything, else empty. Errors as at start."""
+        """Allocate as much memory as before.
+
+        The tier is filled if it held everything, and otherwise empty. Errors are as at start.
+        """
         try:
             with self._changed:
                 self._make_slots(self.slots.limit, self._shared if self.whole else None)
@@ -275,9 +292,9 @@ class HostCache(HostStore):
             self.fill()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
-        """Append another store, see the base class, with the host memory of both; empty unless both hold everything.
+        """Append another store, with the host memory of both; see the base class.
 
-        No step may be running.
+        The tier is empty afterwards unless both hold everything. No step may be running.
         """
         limit, self.experts = self.slots.limit, experts
         if isinstance(other, HostCache) and self.whole and other.whole:
@@ -315,7 +332,10 @@ def _unshare(shared: SharedMemory | None) -> None:
 
 
 def join(model: HostStore, draft: HostStore) -> HostStore:
-    """Return one store of both, with the draft's layers last; their indices continue after the model's highest."""
+    """Return one store of a model and its draft, with the draft's layers last.
+
+    If both have a layer of the same index, the draft's indices continue after the model's highest.
+    """
     mine, drafted = model.experts.layers, draft.experts.layers
     shift = max(mine) + 1 if set(mine) & set(drafted) else 0
     layers = (*mine, *(layer + shift for layer in drafted))

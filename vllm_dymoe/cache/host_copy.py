@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Host memory for the values of int64 tensors of one shape on a device, read without waiting for the device.
+    """A host copy of a device's int64 tensor, read without waiting for the device.
 
-    Until the first copy has ended the values are zeros.
+    All tensors that are copied have one shape. Until the first copy has ended the values are zeros.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -18,7 +18,7 @@ class HostCopy:
         self._event = torch.cuda.Event() if on_gpu else None
 
     def ask(self, values: Tensor) -> None:
-        """Start to copy the values, as they will be after all steps that have been enqueued."""
+        """Start to copy the values, as they are after all enqueued steps."""
         self._values.copy_(values, non_blocking=True)
         if self._event is not None:
             self._event.record()

@@ -1,8 +1,8 @@
-"""The slots of a host cache: an ExpertCache for each stored version, with slots that layers share.
+"""The slots of a host cache: an ExpertCache for each stored version.
 
-The mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock during every call. On a device a
-slice that no layer keeps is dropped after use. Here it stays until its slot is needed, least recently used first, and
-may still be admitted until then.
+Layers share the slots. This is the mechanism of :class:`~vllm_dymoe.cache.host_cache.HostCache`, which holds its lock
+during every call. On a device a slice that no layer keeps is dropped after use. Here it stays until its slot is needed,
+least recently used first, and may still be admitted until then.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,7 @@ _FEWEST = 2  # fewest staging slots
 
 @dataclass
 class HostPredictions:
-    """Counts of slices to read ahead: all, those that were needed, and those dropped for demand."""
+    """Counts of slices to read ahead: all, needed, and dropped for demand."""
 
     made: int = 0
     useful: int = 0
@@ -105,7 +105,7 @@ class HostSlots:
                     most = max(1, _CHUNK // each)
                     for first in range(0, count, most):
                         arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
-                        if not found:  # so that it is there: a machine short of it would end the process later
+                        if not found:  # touch the pages: a machine short of memory would kill the process later
                             arena.memory.fill_(0)
                         self.refused = self.refused or arena.lock()
                     reserved = int(table.quotas[np.array(experts.kinds) == kind].sum())
@@ -138,7 +138,10 @@ class HostSlots:
 
     @property
     def unbound(self) -> str | None:
-        """The reason why some memory is not near the device; None if all is, or need not be."""
+        """The reason why some memory is not near the device.
+
+        None if all of it is, or need not be.
+        """
         return next((arena.unbound for pool in self.pools for arena in pool.arenas if arena.unbound), None)
 
     @property
@@ -147,9 +150,9 @@ class HostSlots:
         return [*self.leaving, *(fetch for fetcher in self.fetchers.values() for fetch in fetcher.orphaned)]
 
     def assign_all(self) -> list[Fetch]:
-        """Give every slice a slot for good; return fetches for the caller to fill before ``publish_all``.
+        """Give every slice a slot for good; return fetches for the caller to fill.
 
-        There must be as many slots as slices, all free.
+        Call ``publish_all`` when they are filled. There must be as many slots as slices, all free.
         """
         for key in all_keys(self._experts):
             kind = self._experts.kinds[key.layer]
@@ -164,7 +167,10 @@ class HostSlots:
             self.fetchers[key.bits].complete(fetch)
 
     def take(self, other: "HostSlots", experts: ModelExperts) -> None:
-        """Take over the slots of another one, if both hold everything; its layers follow the own ones."""
+        """Take over another instance's slots; both must hold everything.
+
+        Its layers follow this one's.
+        """
         for key, fetch in other.held.items():
             moved = replace(key, layer=key.layer + len(self._experts.layers))
             self.held[moved] = replace(fetch, layer=moved.layer, ticket=replace(fetch.ticket, key=moved))
@@ -177,7 +183,10 @@ class HostSlots:
         self.publish_all()
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """Decide which of the needed slices a layer keeps, and start to read those not in memory."""
+        """Decide which of the needed slices a layer keeps.
+
+        Starts to read those that are not in memory.
+        """
         if any(key not in self.held for key in keys):
             self._drop_predictions(keys)
         for bits, fetcher in self.fetchers.items():
@@ -220,7 +229,10 @@ class HostSlots:
         return True
 
     def use(self, key: SliceKey) -> bool:
-        """Lend a slice that is in memory or in flight, until ``leave``; return whether there is a slot for it."""
+        """Lend a slice that is in memory or in flight, until ``leave``.
+
+        Returns whether there is a slot for it.
+        """
         if key not in self.held and not self.begin(key, Reason.DEMAND):
             return False
         self.held[key].slot.readers += 1
@@ -255,13 +267,20 @@ class HostSlots:
             fetcher.collect()
 
     def settle(self) -> bool:
-        """Give up reads in flight, and wait for them with a time limit; return whether all slots are free again."""
+        """Give up reads in flight, and wait for them with a time limit.
+
+        Returns whether all slots are free again.
+        """
         for key in list(self.coming):
             self._drop(key)
         return all([fetcher.settle_all() for fetcher in self.fetchers.values()]) and not self.leaving
 
     def _reclaim(self, wanted: SliceKey, *, predictions: bool) -> bool:
-        """Free a slot for what is wanted: of what passed longest ago; one prediction does not push out another."""
+        """Free a slot for a wanted slice; return whether there is one.
+
+        Drops the least recently used slice that no layer keeps. Predicted slices are dropped only with ``predictions``:
+        one prediction does not evict another.
+        """
         kinds = self._experts.kinds
         for key, fetch in self.passing.items():
             idle = fetch.complete and not fetch.slot.readers
@@ -279,7 +298,10 @@ class HostSlots:
         self.collect()
 
     def _complete(self, key: SliceKey) -> None:
-        """Write the row of a complete slice, unless the layer has filled its quota meanwhile because a step failed."""
+        """Write the row of a complete slice.
+
+        If the layer has filled its quota meanwhile, because a step failed, the slice is not kept.
+        """
         self.coming.discard(key)
         fetch, fetcher = self.held[key], self.fetchers[key.bits]
         table = fetcher.cache.table
@@ -320,9 +342,9 @@ class HostSlots:
             of.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or holds one slice, and quotas are kept.
+        """Raise AssertionError if slots, rows and slices are inconsistent.
 
-        Call it between steps.
+        Every slot must be free or hold one slice, and quotas must be kept. Call it between steps.
         """
         self.collect()
         assert self.nbytes <= self.limit
@@ -339,7 +361,10 @@ class HostSlots:
 
 
 def slots_of_kinds(experts: ModelExperts, nbytes: int) -> list[int]:
-    """Return the slots that a budget has for each kind of layers: the same share of their experts, two at least."""
+    """Return the slots that a budget has for each kind of layers.
+
+    Each kind gets slots for the same share of its experts, but at least two.
+    """
     pages = [sum(whole_pages(fmt.nbytes) for fmt in formats.values()) for formats in experts.of_kinds]
     every = [experts.kinds.count(kind) * experts.num_experts for kind in range(len(pages))]
     least = sum(min(_FEWEST, most) * size for most, size in zip(every, pages, strict=True))
@@ -349,7 +374,7 @@ def slots_of_kinds(experts: ModelExperts, nbytes: int) -> list[int]:
 
 
 def _table(experts: ModelExperts, counts: Sequence[int]) -> Table:
-    """Of what layers keep in so many slots of each kind."""
+    """Return the table of what layers keep, given the slots of each kind."""
     each, quotas = experts.num_experts, np.zeros(len(experts.layers), np.int64)
     table = Table.allocate(len(quotas), each)
     for kind, count in enumerate(counts):

@@ -25,13 +25,19 @@ class LayerChanges:
 
     @property
     def enough(self) -> bool:
-        """Whether enough tokens were counted; waits for the device once, when that many have been seen."""
+        """Whether enough tokens were counted.
+
+        Waits for the device once, when that many have been seen.
+        """
         if self._tokens >= _TOKENS:
             self._tokens = int(self._counted)
         return self._tokens >= _TOKENS
 
     def see(self, layer: int, x: Tensor) -> None:
-        """Compare a router's input [tokens, hidden] with that of the layer before; call it for layers in order."""
+        """Compare a router's input with that of the layer before.
+
+        ``x`` is [tokens, hidden]. Call it for layers in order.
+        """
         if self._tokens >= _TOKENS or layer > len(self._sums):  # as far as the host knows
             return
         before, self._before = self._before, x[:_AT_ONCE].float()  # another layer may overwrite x

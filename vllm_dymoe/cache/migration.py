@@ -1,9 +1,9 @@
-"""Moves experts between versions while steps run, so that no step waits (DynaExq 3.2 to 3.5).
+"""Moves of experts between versions while steps run, so that no step waits.
 
-Every expert is resident before the first request, in some version. Between two steps :meth:`Migration.turn` publishes
-moves that have arrived, and at the end of a window it plans anew. Copies have the lowest priority; the number of
-concurrent moves and their share of the link's time are bounded; each move has its slot before it begins. A copy that
-fails, is slow or hangs costs only its move.
+The method is DynaExq's (3.2 to 3.5). Every expert is resident before the first request, in some version. Between two
+steps :meth:`Migration.turn` publishes moves that have arrived, and at the end of a window it plans anew. Copies have
+the lowest priority; the number of concurrent moves and their share of the link's time are bounded; each move has its
+slot before it begins. A copy that fails, is slow or hangs costs only its move.
 
 A residual slice is copied into the slot of the one that it replaces, whose expert is low from then on. Separate
 versions are copied into spare slots, and both rows of a pair change in one turn.
@@ -64,7 +64,9 @@ class _Move:
 
 
 class Migration:
-    """Moves versions, and writes the rows of one rank alone; ConfigError if an expert cannot be read.
+    """Moves versions, and is the only writer of one rank's rows.
+
+    ConfigError if an expert cannot be read.
 
     Args:
         fetcher: of a cache whose slots are all free.
@@ -120,7 +122,10 @@ class Migration:
         self.see(routing)
 
     def see(self, routing: Routing) -> None:
-        """Learn how much a layer's experts change, until that is known; its choices are in ``uses`` already."""
+        """Learn how much a layer's experts change, until that is known.
+
+        The layer's choices are in ``uses`` already.
+        """
         if self._changes is not None:
             self._changes.see(routing.layer, routing.x)
 
@@ -138,7 +143,10 @@ class Migration:
         self.uses.fill(0)
 
     def count_decoded(self, tokens: int) -> None:
-        """The same of all layers, behind a step without the host; layers of large batches have been counted."""
+        """Count all layers' routing after a step without the host.
+
+        Layers of large batches have been counted already.
+        """
         assert self._decoded is not None
         self._decoded.add()
         self._seen += tokens * self._memory.experts.top_k * len(self._memory.experts.layers)
@@ -163,11 +171,12 @@ class Migration:
         return self._clock() - self._began
 
     def turn(self) -> None:
-        """Publish moves that have arrived on all ranks, and begin those for which there is room; never waits.
+        """Publish moves that have arrived on all ranks, and begin others; never waits.
 
-        Ranks that compute the same experts together call this between the same two steps, and whether they exchange
-        numbers follows from what all of them know. So all of them do, or none. Their clocks differ: they agree that a
-        window is over before any of them closes its counts, or the counts would differ.
+        Moves begin as far as there is room. Ranks that compute the same experts together call this between the same two
+        steps, and whether they exchange numbers follows from what all of them know. So all of them do, or none. Their
+        clocks differ: they agree that a window is over before any of them closes its counts, or the counts would
+        differ.
         """
         self._count()
         self._turns += 1
@@ -245,7 +254,10 @@ class Migration:
         self._end(move, "published")
 
     def _give_up(self, move: _Move, outcome: str) -> None:
-        """Keep the rows as they are; a slot that is still written stays out of use until that ends."""
+        """Abandon a move and keep the rows as they are.
+
+        A slot that is still written stays out of use until that ends.
+        """
         for fetch in move.fetches:
             self._engine.abandon(fetch.ticket)
         self._fetcher.give_up(move.fetches)
@@ -297,9 +309,9 @@ class Migration:
 
 
 def _bring_all(fetcher: Fetcher[DeviceCache], high: NDArray[np.bool_]) -> None:
-    """Fetch every expert before the first request, those in ``high`` [layers, experts] at their high version.
+    """Fetch every expert before the first request.
 
-    ConfigError if one cannot be read.
+    Those in ``high``, bool [layers, experts], are fetched at their high version. ConfigError if one cannot be read.
     """
     engine, parts = fetcher.engine, fetcher.cache.parts
     pending: deque[Fetch] = deque()

@@ -1,4 +1,4 @@
-"""Host memory: how much is available, and how to map an exact number of bytes near a device.
+"""Host memory: how much is available, and mapping exact sizes near a device.
 
 torch's allocator of pinned memory rounds up to a power of two: 512 MiB for a layer whose experts take 324.
 """
@@ -28,7 +28,10 @@ _PREFERRED = 1  # MPOL_PREFERRED: other nodes serve when this one's memory is fu
 
 
 def available_host_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the machine's memory and a container's limit."""
+    """Return the bytes that can be allocated without swapping.
+
+    Both the machine's memory and a container's limit count.
+    """
     available = int(psutil.virtual_memory().available)
     for group in groups():
         for limit, used in _LIMITS:
@@ -42,9 +45,10 @@ def available_host_memory() -> int:
 
 @cache
 def machine() -> str:
-    """Return twelve hex digits that identify the machine; its containers get the same, as far as they can see it.
+    """Return twelve hex digits that identify the machine.
 
-    What was measured on another machine does not apply.
+    Its containers get the same, as far as they can see the machine. What was measured on another machine does not
+    apply.
     """
     said = [str(os.cpu_count()), str(psutil.virtual_memory().total >> 30), os.uname().machine]
     for path in _MACHINE:
@@ -56,7 +60,10 @@ def machine() -> str:
 
 
 def _reclaimable(statistics: Path) -> int:
-    """Return the bytes of page cache that count as the container's memory, but are freed when memory is short."""
+    """Return the bytes of page cache that a container can give up.
+
+    The system counts them as the container's memory, but frees them when memory is short.
+    """
     try:
         fields = dict(line.split() for line in statistics.read_text().splitlines())
         return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
@@ -69,7 +76,10 @@ def whole_pages(nbytes: int) -> int:
 
 
 def map_bytes(nbytes: int) -> torch.Tensor:
-    """Map uint8 [nbytes], page-aligned, with huge pages if possible. Raises OSError if there is no memory."""
+    """Map uint8 [nbytes], page-aligned, with huge pages if possible.
+
+    Raises OSError if there is no memory.
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -79,7 +89,10 @@ def map_bytes(nbytes: int) -> torch.Tensor:
 
 
 def drop_pages(memory: torch.Tensor) -> None:
-    """Free the pages of ``map_bytes`` at once; tensors that still refer to them read zeros."""
+    """Free the pages of ``map_bytes`` at once.
+
+    Tensors that still refer to them read zeros.
+    """
     if memory.numel() > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         nbytes = ctypes.c_size_t(whole_pages(memory.numel()))
@@ -94,7 +107,10 @@ def several_nodes() -> bool:
 
 
 def prefer_node(memory: torch.Tensor, node: int) -> str | None:
-    """Allocate the untouched pages of ``map_bytes`` on one NUMA node; return the reason if that is forbidden."""
+    """Allocate the untouched pages of ``map_bytes`` on one NUMA node.
+
+    Returns the reason if that is not possible, otherwise None.
+    """
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return f"unknown on {os.uname().machine}"

@@ -1,4 +1,7 @@
-"""Slots: fixed places for slices in the memory of one tier, taken and given back in constant time."""
+"""Slots: fixed places for slices in the memory of one tier.
+
+Taking a slot and giving it back take constant time.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -16,10 +19,10 @@ _NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # made before memory is short
 
 
 class Arena:
-    """One allocation of slots' memory; OSError or RuntimeError if it fails.
+    """One allocation of slots' memory.
 
     It is on a ``device`` with its own memory, or in host memory, near the device that it may be pinned for unless
-    ``unbound`` says why not.
+    ``unbound`` says why not. OSError or RuntimeError if the allocation fails.
 
     Attributes:
         memory: uint8 [nbytes]; host memory has whole pages, those of ``shared`` if other processes map the same.
@@ -51,7 +54,10 @@ class Arena:
         return self._unlock is not None
 
     def lock(self) -> str | None:
-        """Pin the memory, once its pages exist; return the reason why that failed, or None."""
+        """Pin the memory, once its pages exist.
+
+        Returns the reason why that failed, or None.
+        """
         if self._page_lock is None or self.memory.numel() == 0:
             return None
         address = self.memory.data_ptr()
@@ -62,9 +68,10 @@ class Arena:
         return reason
 
     def close(self) -> None:
-        """Free the memory at once, though an abandoned transfer may hold a view of it for a moment.
+        """Free the memory at once.
 
-        Memory shared with other processes is freed with its last view.
+        An abandoned transfer may hold a view of it for a moment. Memory shared with other processes is freed with its
+        last view.
         """
         if self._unlock is not None:
             self._unlock()
@@ -94,18 +101,21 @@ class Slot:
     """The base slot with which a residual slice was last viewed, and that view."""
 
     def expert(self, base: "Slot | None" = None) -> PackedExpert:
-        """Return the packed expert in this slot, or in a base slot and this residual slice's; views, cached."""
+        """Return the packed expert in this slot as views, which are cached.
+
+        For a residual slice, ``base`` is the slot of its base slice.
+        """
         if self.viewed is None or self.viewed[0] is not base:
             self.viewed = base, self.format.view(self.packed, None if base is None else base.expert())
         return self.viewed[1]
 
 
 class SlotPool:
-    """Slots for slices of one format: some reserved for what layers keep, the others for staging.
+    """Slots for slices of one format: some are reserved, the others for staging.
 
-    Staging does not use a reserved slot, so a layer that does not fill its quota yet finds a slot when it does. A pool
-    that lends gives reserved slots to staged slices all the same: these can be dropped at any time, and may be kept
-    there.
+    Slots are reserved for what layers keep. Staging does not use a reserved slot, so a layer that has not filled its
+    quota yet finds a slot when it does. A pool that lends gives reserved slots to staged slices all the same: these can
+    be dropped at any time, and may be kept there.
 
     If the host writes the table, any slot can become any layer's. A correct prediction is kept in the staging slot that
     it came into, without a copy; a slot that an orphaned transfer still writes is missing for a while; and migration
@@ -131,7 +141,10 @@ class SlotPool:
 
     @classmethod
     def of_kinds(cls, fmt: ExpertFormat, pools: Sequence["SlotPool"]) -> "SlotPool":
-        """Return one pool with the slots of several, which are for a kind of layers each; ``fmt`` is that of most."""
+        """Return one pool with the slots of several, one for each kind of layers.
+
+        ``fmt`` is the format of most of them.
+        """
         if len(pools) == 1:
             return pools[0]
         whole = cls(fmt, (), lends=pools[0]._lends)
@@ -164,16 +177,19 @@ class SlotPool:
         return sum(self._reserved)
 
     def fence(self, filled: Any) -> None:
-        """Make the first copy into each slot wait for an event after the pool's allocation.
+        """Make the first copy into each slot wait for an event.
 
-        The memory may have been another tensor's, which kernels still read, and the kernel that clears it may not have
-        run.
+        The event is after the pool's allocation. The memory may have been another tensor's, which kernels still read,
+        and the kernel that clears it may not have run.
         """
         for slot in self.slots:
             slot.last_read = filled
 
     def take(self, *, kept: bool, kind: int = 0) -> Slot | None:
-        """Return a free slot for a kind of layers, or None; one that is reserved if it is to be kept, else another."""
+        """Return a free slot for a kind of layers, or None.
+
+        A slot that is to be kept uses up a reservation. Otherwise reserved slots are left alone, unless the pool lends.
+        """
         held_back = 0 if kept or self._lends else self._reserved[kind]
         if len(self._free[kind]) <= held_back:
             return None
@@ -193,7 +209,10 @@ class SlotPool:
         self._free[slot.kind].append(slot)
 
     def merge(self, other: "SlotPool", kinds: Sequence[int]) -> None:
-        """Have the slots of another pool, which come after one's own; its kinds of layers are these ``kinds`` here."""
+        """Append the slots of another pool.
+
+        ``kinds`` are the numbers that its kinds of layers have in this pool.
+        """
         missing = max(kinds) + 1 - len(self._free)
         self._free += [[] for _ in range(missing)]
         self._reserved += [0] * missing
@@ -206,7 +225,11 @@ class SlotPool:
         self.slots, self.arenas = self.slots + other.slots, self.arenas + other.arenas
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return address of the first slot, bytes of a slot and number of slots of each kind, which lie in a row."""
+        """Return where the slots of each kind of layers are.
+
+        Slots of a kind are adjacent: the result is the address of the first one, the bytes of a slot, and the number of
+        slots.
+        """
         found: list[list[Slot]] = [[] for _ in self._free]
         for slot in self.slots:
             found[slot.kind].append(slot)

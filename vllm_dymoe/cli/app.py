@@ -34,9 +34,9 @@ Architecture = Annotated[
 
 
 class Commands(TyperGroup):
-    """Commands that print errors of this package as a sentence on stderr and exit with 1.
+    """Commands that print errors of this package as a sentence.
 
-    Other errors keep their traceback.
+    They print it on stderr and exit with 1. Other errors keep their traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -88,8 +88,10 @@ def serve(
         Path | None, typer.Option(help="JSON file that describes a machine, to choose for that one; a dry run.")
     ] = None,
 ) -> None:
-    """Look at this machine and at MODEL, choose how to serve it, say why, and start `vllm serve` so; all arguments of
-    `vllm serve` can follow, and are never changed."""
+    """Choose how to serve MODEL on this machine, say why, and start `vllm serve`.
+
+    All arguments of `vllm serve` can follow; they are never changed.
+    """
     from vllm_dymoe.cli.serve import run
 
     run(model, context.args, machine, dry_run=dry_run, retune=retune)

@@ -1,4 +1,7 @@
-"""``vllm-dymoe bench``: measures policies, budgets and batches on one model, side by side."""
+"""``vllm-dymoe bench``: measures one model.
+
+Policies, budgets and batches are compared side by side.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +77,10 @@ class Bench:
         self.report(self.measure(grid(self.model, subjects, budgets, batches, self.workload, self.engine)))
 
     def prefixes(self, policies: Sequence[str], budgets: Sequence[str], length: int) -> None:
-        """Measure first tokens of cold prompts, cached prefixes, and prompts beside requests that decode."""
+        """Measure first tokens of prompts.
+
+        They are cold prompts, cached prefixes, and prompts while other requests decode.
+        """
         if self.asked.is_random:
             raise ConfigError("random prompts say nothing about prefixes; give a file, or leave --prompts out.")
         for policy in policies:
@@ -120,7 +126,10 @@ class Bench:
         typer.echo(f"Written: {', '.join(map(str, written))}")
 
     def _bounds(self, rows: Sequence[Row]) -> Bounds:
-        """Return the machine's rates before anything ran on it, and the bytes that a token has to read."""
+        """Return the reference values for a table.
+
+        They are the machine's rates before anything ran on it, and the bytes that a token has to read.
+        """
         (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
         bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
@@ -129,9 +138,9 @@ class Bench:
 
 
 def speeds(model: str, found: Sequence[Mapping[str, Any]]) -> Panel:
-    """Tokens per second by memory for experts.
+    """Return a chart of tokens per second by memory for experts.
 
-    One line per policy and batch, and a level for servers without such a budget.
+    It has one line per policy and batch, and a level for servers without such a budget.
     """
     panel = Panel(model, "memory for experts, MB", "tokens per second")
     batches = len({row["batch"] for row in found}) > 1

@@ -1,4 +1,7 @@
-"""``vllm-dymoe cache``: lists and removes the packed experts that earlier starts wrote to ``store_dir``."""
+"""``vllm-dymoe cache``: lists and removes packed experts.
+
+Earlier starts wrote them to ``store_dir``.
+"""
 
 import json
 import os
@@ -53,9 +56,12 @@ def list_stores(store_dir: Path | None, *, as_json: bool) -> None:
 
 
 def clean_stores(names: Sequence[str], store_dir: Path | None, *, everything: bool, unused_days: int | None) -> None:
-    """Remove stores by name, all, or those unused for some days; without a choice, those that no start can use.
+    """Remove stores by name, all, or those unused for some days.
 
-    ConfigError for an unknown name, or for a store that is being written.
+    Without a choice, remove those that no start can use.
+
+    Raises:
+        ConfigError: a name is unknown, or a store is being written.
     """
     root = _root(store_dir)
     found = {one.name: one for one in cached_models(root)}
@@ -113,7 +119,10 @@ def _describe(folder: Path, parts: Sequence[Path]) -> CachedModel:
 
 
 def _version(part: Path) -> str:
-    """Return the plugin version of a manifest of another version, or that it cannot be read."""
+    """Return the plugin version in a manifest of another version.
+
+    If there is none, return that the manifest cannot be read.
+    """
     try:
         return f"version {json.loads((part / MANIFEST).read_bytes())['version']}"
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,7 @@
-"""``vllm-dymoe calibrate``: shows progress while the model reads, and then how to use the result."""
+"""``vllm-dymoe calibrate``: shows progress while the model reads.
+
+Then it says how to use the result.
+"""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +45,10 @@ def run(model: Path, texts: list[Path], out: Path, *, tokens: int, length: int, 
 
 
 def measure(folder: Path, link: str | None) -> None:
-    """Measure how fast this machine fetches and computes a store's experts, and store the rates next to it."""
+    """Measure how fast this machine fetches and computes a store's experts.
+
+    The rates are stored next to the store.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and link is None:
         raise ConfigError("a CPU has no link to measure; set the rate of an emulated one: --link 25GB/s.")

@@ -21,9 +21,16 @@ def print_table(
     title: str, heads: Sequence[str], rows: Iterable[Sequence[str | None]], *, whole: bool = False, bold: int = -1,
     left: bool = False,
 ) -> None:  # fmt: skip
-    """What a row is called is at the left, its numbers at the right, or words at the ``left``; no word is broken, and
-    none is put below another where cells are ``whole``. Without heads all is at the left. The row of number ``bold``
-    stands out."""
+    """Print a table.
+
+    The first column, a row's name, is aligned left, and the others, its numbers, right. Without heads everything is
+    aligned left. No word is broken.
+
+    Args:
+        whole: break no cell into several lines.
+        bold: number of the row that stands out; -1 for none.
+        left: the other columns have words and are aligned left, too.
+    """
     console, rows = Console(highlight=False), list(rows)
     words = [" ".join([head, *(row[place] or "" for row in rows)]).split() for place, head in enumerate(heads)]
     longest = [max(map(len, column), default=0) for column in words]
@@ -52,7 +59,11 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
 
 @contextmanager
 def count_progress(description: str = "", *, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Yield a function to call with the number done, the total, and the current item, which ``lines`` prints."""
+    """Yield a function to call with the number done, the total, and the item.
+
+    Args:
+        lines: print a line for each current item if there is no terminal for the bar.
+    """
     with _bar(MofNCompleteColumn()) as bar:
         task = bar.add_task(description, total=None)
 

@@ -17,7 +17,10 @@ _PANEL_INCHES = 5.2, 3.6
 
 @dataclass
 class Panel:
-    """One chart: lines of (x, y) by label, and levels, which are drawn as horizontal lines."""
+    """One chart: lines of (x, y) by label, and levels.
+
+    Levels are drawn as horizontal lines.
+    """
 
     title: str
     x: str
@@ -27,7 +30,11 @@ class Panel:
 
 
 def require(path: Path) -> None:
-    """Raise ConfigError if a picture cannot be written to ``path``; call it before measuring."""
+    """Check that a picture can be written to ``path``, before measuring.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--figure {path} must end in {' or '.join(SUFFIXES)}.")
     try:
@@ -50,7 +57,11 @@ def style(palette: Mapping[str, str] = LIGHT) -> Any:  # a dictionary; matplotli
 
 
 def draw(path: Path, panels: Sequence[Panel], *, palette: Mapping[str, str] = LIGHT) -> Path:
-    """Write the panels side by side, and return ``path``; ConfigError as for `require`."""
+    """Write the panels side by side, and return ``path``.
+
+    Raises:
+        ConfigError: as for :func:`require`.
+    """
     require(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,4 +1,7 @@
-"""``vllm-dymoe inspect``: what a store or a checkpoint holds, and which budgets can serve it."""
+"""``vllm-dymoe inspect``: what a store or a checkpoint holds.
+
+It also says which budgets can serve it.
+"""
 
 import json
 from dataclasses import asdict
@@ -107,7 +110,10 @@ def _describe_store(store: FileStore) -> dict[str, Any]:
 
 
 def _memory_tiers(experts: ModelExperts, budget: str, host_memory: str) -> list[dict[str, Any]]:
-    """Return the experts and bytes of each memory tier at the highest bits, for a device with its own memory."""
+    """Return the experts and bytes of each memory tier at the highest bits.
+
+    The device has memory of its own.
+    """
     options, workspace = Options.model_validate({"high": max(experts.formats), "low": 0}), workspace_bytes(experts)
     limit = limit_in_bytes(ExpertBudget.parse(budget), experts, options, workspace, 0)
     slots = plan_slots(experts, options, Exact(), limit, workspace).slots[Precision.HIGH]
@@ -209,7 +215,11 @@ def _verify(store: FileStore) -> None:
 
 
 def _bind(store: FileStore) -> str:
-    """Bind a verified older store to its shards, if it can be written; return the outcome in words."""
+    """Bind a verified older store to its shards, if it can be written.
+
+    Returns:
+        the outcome in words.
+    """
     try:
         store.bind()
     except StoreError as error:

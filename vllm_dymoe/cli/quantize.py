@@ -23,7 +23,10 @@ from vllm_dymoe.units import size
 def run(
     model: Path, out: Path, asked: dict[str, Any], calibration: Path | None, dtype: str, *, overwrite: bool
 ) -> None:
-    """Write a checkpoint with the given options; options that are None follow from the others."""
+    """Write a checkpoint with the given options.
+
+    Options that are None follow from the others.
+    """
     quantizer = asked["quantizer"] or ("rtn" if calibration is None else "gptq")
     given = asked | {"quantizer": quantizer, "group_size": asked["group_size"] or Options().group_size}
     try:

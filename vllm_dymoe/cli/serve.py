@@ -1,4 +1,7 @@
-"""``vllm-dymoe serve``: look at the machine and the model, choose, say so, and become ``vllm serve``."""
+"""``vllm-dymoe serve``: chooses how to serve, and becomes ``vllm serve``.
+
+It looks at the machine and the model, and says what it has chosen.
+"""
 
 import hashlib
 import json
@@ -43,7 +46,11 @@ class Arguments:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Arguments":
-        """Read them; ConfigError for JSON that is none, and for another quantization."""
+        """Read the arguments of ``vllm serve``.
+
+        Raises:
+            ConfigError: JSON is invalid, or another quantization is asked for.
+        """
         passed, values, additional = list[str](), dict[str, str](), dict[str, Any]()
         place = 0
         while place < len(words):
@@ -69,7 +76,10 @@ class Arguments:
         return cls(tuple(passed), values, additional)
 
     def number(self, name: str) -> int | None:
-        """An integer as vLLM reads it: 8192, 8k or 8K; None if it was not given, or is automatic."""
+        """Return an integer as vLLM reads it: 8192, 8k or 8K.
+
+        None if it was not given, or is automatic.
+        """
         text = self.values.get(name)
         if text is None or text in ("auto", "-1"):
             return None
@@ -79,7 +89,7 @@ class Arguments:
             raise ConfigError(f"--{name} {text} is no number.") from None
 
     def asked(self, environment: Mapping[str, str]) -> Asked:
-        """What they decide."""
+        """Return what the arguments decide; everything else is open."""
         utilization, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
         bytes_ = self.number("kv-cache-memory-bytes")
         tp, dp, pp = (self.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "data", "pipeline"))
@@ -96,7 +106,13 @@ class Arguments:
 
 
 def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool, retune: bool) -> None:
-    """Choose, print, and replace this process by ``vllm serve`` unless it is a dry run; ConfigError if nothing fits."""
+    """Choose, print, and replace this process by ``vllm serve``.
+
+    A dry run prints only.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
     arguments = Arguments.parse(words)
     if "config" in arguments.values:
         raise ConfigError("--config hides from this command what is set; write its settings as arguments.")
@@ -126,7 +142,10 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
 
 
 def command_of(model: str, arguments: Arguments, start: Start) -> list[str]:
-    """The equivalent ``vllm serve``: the user's own arguments, and what was chosen behind them."""
+    """Return the equivalent ``vllm serve``.
+
+    It has the user's own arguments, and after them what was chosen.
+    """
     chosen = [word for name, value in start.arguments.items() for word in (f"--{name}", value)]
     quantization = [] if "quantization" in arguments.values else ["--quantization", "dymoe"]
     additional = {**arguments.additional, "dymoe": start.options}
@@ -151,7 +170,7 @@ def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> 
 
 
 def describe(machine: Machine) -> tuple[str, str]:
-    """A machine in two cells."""
+    """Return the description of a machine in two cells."""
     gpus = machine.gpus
     link = f"link {gpus[0].link / 1e9:.1f} GB/s, " if gpus else ""
     disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f} GB/s"
@@ -164,7 +183,10 @@ def describe(machine: Machine) -> tuple[str, str]:
 
 
 def _key(probe: str, machine: Machine, model: str, arguments: Arguments, asked: Asked) -> str:
-    """Of what a choice is kept under: machine, memory in sixteenths of 64 GiB, model, and the user's arguments."""
+    """Return the key under which a choice is stored.
+
+    It depends on machine, memory in sixteenths of 64 GiB, model, and the user's arguments.
+    """
     config = (config_folder(model) / "config.json").read_bytes()
     said = [probe, __version__, machine.host_memory >> 32, model, config.hex(), arguments.passed, repr(asked)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]
@@ -181,7 +203,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _nested(names: Sequence[str], text: str) -> dict[str, Any]:
-    """What vLLM makes of ``--additional-config.dymoe.high 8``."""
+    """Return what vLLM makes of ``--additional-config.dymoe.high 8``."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -18,7 +18,11 @@ from vllm_dymoe.units import size
 
 
 def run(path: Path, out: Path, architecture: str, recipe: Recipe, device: str) -> None:
-    """Train, write ``out``, and print its accuracy; TrainingError if it is worse than the next gate."""
+    """Train, write ``out``, and print its accuracy.
+
+    Raises:
+        TrainingError: the predictor is worse than the next gate.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("there is no CUDA device to train on; leave --device out.")
     begin = time.perf_counter()

@@ -1,4 +1,7 @@
-"""A second stream for copies that run concurrently with computation, in steps without the host."""
+"""A second stream for copies, in steps without the host.
+
+The copies run concurrently with computation.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,7 +11,10 @@ import torch
 
 
 class Branch:
-    """A branch on a CPU that stands in for the device: work runs at once, in the calling thread."""
+    """A branch on a CPU that stands in for the device.
+
+    Work runs at once, in the calling thread.
+    """
 
     def fork(self) -> AbstractContextManager[None]:
         """Enqueue work on the branch.

@@ -22,7 +22,7 @@ _ANY_ROWS = 1 << 30
 
 
 class CpuExecution:
-    """CPU execution of one rank's misses; ConfigError if memory for a CPU queue is not available.
+    """CPU execution of one rank's misses.
 
     Args:
         on_device: the device plans.
@@ -35,6 +35,9 @@ class CpuExecution:
         worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None without a device that computes
             concurrently.
         rates: of link and CPU, if misses are shared between them.
+
+    Raises:
+        ConfigError: memory for a CPU queue is not available.
     """
 
     def __init__(
@@ -87,7 +90,11 @@ class CpuExecution:
         )
 
     def costs(self, served: Mapping[Precision, int]) -> NDArray[np.int64]:
-        """Return ``Table.cpu_costs``, int64 [3, 4], for the bits of each precision that is served."""
+        """Return ``Table.cpu_costs``, int64 [3, 4].
+
+        Args:
+            served: the bits of each precision that is served.
+        """
         if not self._options.computes_misses:
             return np.zeros((3, len(Cost)), np.int64)
         by_precision = {HIGH: served[Precision.HIGH], LOW: served[Precision.LOW]}

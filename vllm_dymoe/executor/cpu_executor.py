@@ -1,4 +1,6 @@
-"""The CPU executor: a layer's step in one native call, which groups, plans, computes and adds up.
+"""The CPU executor: a layer's step in one native call.
+
+The call groups, plans, computes and adds up.
 
 Experts are computed where their bytes are: in a slot, in host memory, or in a file whose pages are in the page cache.
 Only a step that needs an expert from disk returns its plan instead; :class:`~.host_planned.HostPlannedLayers` then
@@ -81,7 +83,10 @@ class CpuExecutor:
         self._pair_rows: torch.Tensor | None = None
 
     def _find_sources(self, table: Table) -> None:
-        """Write the addresses of every expert's slices into the table; verify bytes in files before their first use."""
+        """Write the addresses of every expert's slices into the table.
+
+        Bytes in files are verified before their first use.
+        """
         store = self._cache.store
         for layer, expert in np.ndindex(table.layers, table.experts):
             for code, bits in self._slice_bits.items():
@@ -119,7 +124,10 @@ class CpuExecutor:
         call.piece_positions = self._kernel.most_positions(self._row_floats)
 
     def _use(self, layer: int) -> None:
-        """Point the call to the formats and slots of a layer's kind; layers of one kind have the same."""
+        """Point the call to the formats and slots of a layer's kind.
+
+        Layers of one kind have the same.
+        """
         call, experts, table, kind = self._call, self._cache.experts, self._cache.table, self._kinds[layer]
         for code, bits in self._slice_bits.items():
             call.slice_bytes[code] = experts.of_kinds[kind][bits].nbytes
@@ -130,10 +138,15 @@ class CpuExecutor:
         self._kind = kind
 
     def run(self, routing: Routing, activation: Activation, *, observed: bool = True) -> torch.Tensor | LayerPlan:
-        """Compute one layer and return [tokens, hidden] like x, or its plan if an expert must come from disk first.
+        """Compute one layer, or return its plan if an expert must come from disk first.
 
-        Raises TypeError or ValueError for tensors that do not fit the experts, RoutingError for an expert id that the
-        model does not have, and TransferError if a page of a mapped file could not be read.
+        Returns:
+            [tokens, hidden] like x, or the layer's plan.
+
+        Raises:
+            TypeError, ValueError: the tensors do not fit the experts.
+            RoutingError: the model does not have an expert that the routing names.
+            TransferError: a page of a mapped file could not be read.
         """
         call, x, ids, weights = self._call, routing.x, routing.ids, routing.weights
         tokens, top_k = ids.shape
@@ -189,12 +202,18 @@ class CpuExecutor:
         return into
 
     def release_scratch(self) -> None:
-        """Free the scratch that is kept between steps; the next step allocates what it needs."""
+        """Free the scratch that is kept between steps.
+
+        The next step allocates what it needs.
+        """
         self._scratch = self._pair_rows = None
         self._call.scratch_floats = self._call.pair_capacity = 0
 
     def _decided(self) -> tuple[Ints, NDArray[np.int8], Ints]:
-        """Return the call's decisions: experts, versions and places, as :meth:`LayerPlan.on_host` takes them."""
+        """Return the call's decisions: experts, versions and places.
+
+        They are what :meth:`LayerPlan.on_host` takes.
+        """
         n, slices = int(self._call.count), int(self._call.table.slices)
         places = self._places[: slices * n].reshape(slices, n).copy()
         return self._experts[:n].astype(np.int64), self._wanted[:n].copy(), places
@@ -203,7 +222,10 @@ class CpuExecutor:
         return (LOW, HIGH)[:version] if self._call.table.slices == 2 else (version,)
 
     def _lost(self, layer: int) -> str:
-        """Return why pages of mapped experts could not be read; empty if the lost pages were another store's."""
+        """Return why pages of mapped experts could not be read.
+
+        The text is empty if the lost pages were another store's.
+        """
         experts, versions, places = self._decided()
         executed = (places == CPU).any(0)
         wanted = zip(experts[executed].tolist(), versions[executed].tolist(), strict=True)
@@ -214,9 +236,9 @@ class CpuExecutor:
         )
 
     def _verify(self, layer: int) -> None:
-        """Verify slices that the call asked about, by checksum if they are in the page cache.
+        """Verify slices that the call asked about, by checksum.
 
-        The others are marked as on disk.
+        Slices that are not in the page cache are marked as on disk instead.
         """
         until, store = self._in_memory_until[layer], self._cache.store
         for expert, code in np.argwhere(until == _TO_CHECK).tolist():
@@ -231,14 +253,22 @@ class CpuExecutor:
         return versions
 
     def _check(self, x: torch.Tensor, activation: Activation) -> None:
-        """Check the layer's tensors against the experts' formats, and set its activation in the call."""
+        """Check a layer's tensors against the experts' formats.
+
+        Also set the layer's activation in the call.
+        """
         for fmt in self._formats:
             check_formats(*fmt.matrices, x, activation)
         native.set_activation(self._call.kernel, activation)
         self._activation = activation
 
     def _grow(self, inputs: int, positions: int) -> None:
-        """Allocate scratch for a step of ``inputs`` input rows and ``positions`` (token, expert) pairs."""
+        """Allocate scratch for a step.
+
+        Args:
+            inputs: number of input rows.
+            positions: number of (token, expert) pairs.
+        """
         call = self._call
         floats = self._row_floats * (inputs + min(positions, call.piece_positions))
         self._scratch = self._kernel.scratch(floats)
@@ -248,7 +278,10 @@ class CpuExecutor:
 
 
 def native_table(table: Table, prompt_threshold: Ints, threshold: Ints) -> native.CacheTable:
-    """Return the addresses of a table's columns and of the thresholds, which must outlive the result."""
+    """Return the addresses of a table's columns and of the thresholds.
+
+    The table and the thresholds must outlive the result.
+    """
     columns = {
         "held": table.precision, "slot": table.slot, "score": table.score, "used_at": table.used_at, "step": table.step,
         "quotas": table.quotas, "reuse_high": table.reuse_high, "counters": table.counters, "critical": table.critical,

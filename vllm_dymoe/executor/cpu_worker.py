@@ -1,8 +1,8 @@
-"""CPU workers: threads that execute misses on the CPU while the device computes the rest.
+"""CPU workers: threads that execute misses while the device computes the rest.
 
 Device-side plans post misses to a queue in memory that both device and host map (``kernels.cpu_queue``); a native
-thread, which does not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while the
-link transfers others.
+thread, which does not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while
+the link transfers others.
 """
 
 import itertools
@@ -37,9 +37,10 @@ _SPIN_NS = 5_000_000
 
 
 def cpu_worker_threads(device_type: str) -> int:
-    """Return how many cores may execute misses: all but the one that launches, or half of them with an emulated card.
+    """Return how many cores may execute misses.
 
-    Where threads spin, another core stays free for the process that feeds the engine.
+    These are all cores but the one that launches, or half of them with an emulated card. Where threads spin, another
+    core stays free for the process that feeds the engine.
     """
     cores = _cores_of_rank()
     if device_type == "cpu":
@@ -83,7 +84,12 @@ def _late(what: str, timeout: float) -> str:
 
 
 def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
-    """Return the median seconds of an empty round trip; before each the caller is busy for `pause` seconds."""
+    """Return the median seconds of an empty round trip.
+
+    Args:
+        ask: makes one round trip.
+        pause: seconds for which the caller is busy before each.
+    """
     times = []
     for _ in range(_TRIPS):
         until = time.perf_counter() + pause
@@ -96,7 +102,9 @@ def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
 
 
 class CpuQueue:
-    """The CPU worker of device-side plans: a queue that device and host map, a thread that answers, and a watchdog.
+    """The CPU worker of device-side plans.
+
+    It is a queue that device and host map, a thread that answers, and a watchdog.
 
     Args:
         tokens: most tokens of a step.
@@ -107,7 +115,8 @@ class CpuQueue:
         on_failure: called with a message when an answer is given up, before the device continues.
 
     Attributes:
-        turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's address.
+        turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's
+            address.
         present: int32 on the device, scratch: which pairs are to be summed.
         failed: an answer took too long; from the next step on every miss is fetched.
 
@@ -149,7 +158,11 @@ class CpuQueue:
         return self.turn.nbytes + self.present.nbytes
 
     def serve(self, activation: Activation) -> None:
-        """Start the threads before anything is posted; later calls raise ValueError for another activation."""
+        """Start the threads; to be called before anything is posted.
+
+        Raises:
+            ValueError: an earlier call named another activation.
+        """
         if self._activation is not None and activation != self._activation:
             raise ValueError("the CPU worker supports one activation function for all layers")
         if self._activation is None:
@@ -162,9 +175,10 @@ class CpuQueue:
         self._threads[-1].start()
 
     def round_trip(self, pause: float = 0.0) -> float:
-        """Return the seconds of an empty round trip, without the device's own access; call it before ``serve``.
+        """Return the median seconds of an empty round trip; call it before ``serve``.
 
-        Before each one the caller is busy for `pause` seconds, as a device is between two layers.
+        The device's own access is not included. Before each round trip the caller is busy for ``pause`` seconds, as a
+        device is between two layers.
         """
         queue, library, numbers = self.queue, self._library, itertools.count(1)
         arguments = queue.address, Layer(), (), queue.shape.tokens, self._spin_ns
@@ -226,10 +240,10 @@ class CpuQueue:
 
 
 class CpuWorker:
-    """The CPU worker of host-side plans: one thread that executes misses on the CPU's cores.
+    """The CPU worker of host-side plans.
 
-    If a layer takes longer than ``timeout`` seconds (0: no limit), the worker has ``failed``, and every miss is fetched
-    from then on.
+    One thread executes misses on the CPU's cores. If a layer takes longer than ``timeout`` seconds (0: no limit), the
+    worker has ``failed``, and every miss is fetched from then on.
     """
 
     def __init__(self, threads: int, timeout: float, activations: int) -> None:
@@ -238,10 +252,10 @@ class CpuWorker:
         self._thread, self.failed = ThreadPoolExecutor(1, "dymoe computes"), False
 
     def begin(self, plan: LayerPlan, x: Tensor, out: Tensor, activation: Activation) -> Callable[[], None]:
-        """Start to compute a plan's items, whose bytes are in host memory; return a function that waits for them.
+        """Start to compute a plan's items; return a function that waits for them.
 
         Args:
-            plan: host-planned; every item has a place.
+            plan: host-planned; every item has a place in host memory.
             x: the step's input, on the device.
             out: [tokens * top_k, hidden] on the device; the returned function writes the rows into it, or raises
                 TransferError after the timeout.

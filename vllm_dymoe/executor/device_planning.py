@@ -1,4 +1,7 @@
-"""Decides at start who plans: the host for every layer, or the device in steps without the host."""
+"""Decides at start who plans.
+
+Either the host plans every layer, or the device plans in steps without the host.
+"""
 
 from vllm_dymoe.kernels import native
 from vllm_dymoe.options import ConfigError, Options
@@ -8,12 +11,15 @@ from vllm_dymoe.policies import Policy
 def plans_on_device(
     options: Options, policy: Policy, device_type: str, *, unreadable: str = "", obstacle: str = ""
 ) -> tuple[bool, str]:
-    """Return whether the device plans, and otherwise the reason; ConfigError if ``planning`` is "device" and it cannot.
+    """Return whether the device plans, and otherwise the reason.
 
     Args:
         device_type: "cuda", or "cpu", which with ``link_gbps`` emulates a card.
         unreadable: why neither the device can read the host store by itself, nor a thread for it; empty if one can.
         obstacle: why the model needs host-side planning; empty if it does not.
+
+    Raises:
+        ConfigError: ``planning`` is "device", but the device cannot plan.
     """
     emulated = device_type != "cuda" and options.link_gbps is not None
     if options.planning == "host" or (options.planning == "auto" and device_type != "cuda" and not emulated):
@@ -34,9 +40,13 @@ def _obstacle(options: Options, policy: Policy, unreadable: str) -> str:
 
 
 def without_device(options: Options) -> Options:
-    """Return the options with host-side planning, for a trace when ranks share the experts of a layer.
+    """Return the options with host-side planning.
 
-    A device knows its own experts only; the host knows what routers chose. ConfigError if ``planning`` is "device".
+    A trace needs it when ranks share the experts of a layer: a device knows its own experts only; the host knows what
+    routers chose.
+
+    Raises:
+        ConfigError: ``planning`` is "device".
     """
     if options.planning == "device":
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Fetches predicted experts in small-batch steps that the device plans, while the link is idle (``planner.prefetch``).
+"""Fetches predicted experts in small-batch steps that the device plans.
+
+The fetches run while the link is idle (``planner.prefetch``).
 
 Everything is enqueued on a branch of the compute stream, so a captured step contains it, too. The compute stream waits
 for lists, which are short, and for predictions before their layer is planned; for copies it waits only at the end of a
@@ -23,7 +25,7 @@ from vllm_dymoe.prefetch.pace import StepPace
 
 
 class PrefetchKernel(Protocol):
-    """Judges predictions, and lists and makes the copies of predicted experts on a device."""
+    """Lists, copies and judges predicted experts on a device."""
 
     def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.judge_predicted`."""
@@ -47,7 +49,7 @@ class DevicePrefetch:
         rows: int32 [1], number of real tokens of a step.
         projections: how many projections of an expert are fetched, gate first.
         staging: number of staging slots of each precision in use.
-        layers: of the model; those behind them are a draft's, which run several times in a step.
+        layers: of the model; those after them are a draft's, which run several times in a step.
         pace: decides between steps whether the next one prefetches; None if all do.
 
     Attributes:
@@ -71,7 +73,10 @@ class DevicePrefetch:
         self._act(acts=True)
 
     def warm_up(self, x: Tensor, ids: Tensor) -> None:
-        """Compile and load the kernels by running a layer without tokens; gates may not be there to be asked."""
+        """Compile and load the kernels by running a layer without tokens.
+
+        Gates are not asked, because they may not exist yet.
+        """
         listed = self._table, 0, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
             self._kernel.judge_predicted(self._table, 0, ids, self._rows, self._listed)
@@ -82,10 +87,12 @@ class DevicePrefetch:
         self.settle()
 
     def begin_step(self, tokens: int) -> None:
-        """Before a step of requests: decide whether it prefetches, and let the predictor learn.
+        """Before a step of requests: decide whether it prefetches.
+
+        The predictor also learns from the counts of earlier steps.
 
         Args:
-            tokens: of a step that decodes; 0 for another one.
+            tokens: number of tokens of a decode step; 0 for any other step.
         """
         if self.pace is not None:
             self._act(acts=self.pace.begin_step(tokens))
@@ -102,7 +109,7 @@ class DevicePrefetch:
         self._steps += 1
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
-        """Before a layer is planned: wait for its list, and start its predictions for the next layer."""
+        """Before a layer is planned: wait for its list, and predict for the next layer."""
         # A graph always has the branch: it is replayed with slots and without.
         if not (self._acts or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             return
@@ -116,7 +123,10 @@ class DevicePrefetch:
         self._runs, self._listed_for = True, -1
 
     def end_layer(self, layer: int) -> None:
-        """After a layer is computed: fetch for the next one, or join the branch at the end of the step."""
+        """After a layer is computed: fetch for the next one.
+
+        At the end of the step, join the branch instead.
+        """
         if not self._runs:
             return
         if layer + 1 == self._layers:
@@ -135,7 +145,10 @@ class DevicePrefetch:
         self._predictor.observe(layer, x, ids, self._rows)
 
     def settle(self) -> None:
-        """Forget what was fetched ahead, because another kind of step or another layer follows."""
+        """Forget what was fetched ahead.
+
+        Called before another kind of step, or when another layer follows.
+        """
         if self._runs:
             self._join()
             self._table.forget_ahead()

@@ -38,7 +38,10 @@ class StepShape:
 
     @property
     def nbytes(self) -> int:
-        """Return an upper estimate of the bytes that a step needs in addition to weights and KV cache."""
+        """Upper estimate of the bytes that a step needs.
+
+        Weights and KV cache come in addition.
+        """
         # A dense layer's input, residual, norm, output and the next input; an expert's input, output and hidden state.
         token = 10 * self.hidden + 2 * self.attention + self.top_k * (2 * self.hidden + 3 * self.intermediate)
         sampling = self.sequences * self.vocabulary * _SAMPLING
@@ -49,7 +52,7 @@ class StepShape:
 def automatic_share(
     free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True
 ) -> int:
-    """Return the bytes for experts; ConfigError if no room is left for one request of ``max_model_len`` tokens.
+    """Return the bytes for experts.
 
     Args:
         free: bytes that vLLM may use of the device after the dense weights are loaded.
@@ -57,6 +60,9 @@ def automatic_share(
         activations: bytes that a step needs.
         least: the smallest feasible budget.
         fixed: whether ``max_model_len`` is required; otherwise vLLM shortens it to what fits.
+
+    Raises:
+        ConfigError: no room is left for one request of ``max_model_len`` tokens.
     """
     spare = free - activations
     if not fixed:

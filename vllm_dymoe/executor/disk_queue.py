@@ -1,8 +1,9 @@
-"""Experts that are not in memory, in device-planned steps: a thread reads what a plan asks for, and the device waits.
+"""Experts on disk, in device-planned steps.
 
-A plan posts its misses to a queue in memory that both map (``kernels.cpu_queue``). The thread answers with addresses
-in pinned memory, which stay valid until the device posts again: by then it has read what it was given. So a captured
-step waits for a disk as it waits for CPU execution, and the host that launches it does not.
+A thread reads what a plan asks for, and the device waits. A plan posts its misses to a queue in memory that both map
+(``kernels.cpu_queue``). The thread answers with addresses in pinned memory, which stay valid until the device posts
+again: by then it has read what it was given. So a captured step waits for a disk as it waits for CPU execution, and
+the host that launches it does not wait.
 """
 
 import threading
@@ -28,9 +29,10 @@ _DEPTH = 4  # a step waits for each answer before it posts again
 
 
 def unreadable(store: HostStore) -> str:
-    """Return why a device cannot have what its plans miss, to follow "because"; empty if it can.
+    """Return why a device cannot have what its plans miss; empty if it can.
 
-    It reads the store by itself, or a thread brings all that a layer misses to where the device can read it.
+    The reason is worded to follow "because". A device reads the store by itself, or a thread brings everything that a
+    layer misses to where the device can read it.
     """
     if store.readable or native.load() is not None:
         return ""
@@ -42,7 +44,7 @@ class DiskQueue:
 
     Args:
         store: files, or host memory over them that has no room for everything. Slots that it keeps are lent; everything
-            else is read into memory that is here, of a layer's experts.
+            else is read into this object's own memory, which has room for a layer's experts.
         timeout: seconds that the reads of a layer may take; None for no limit.
         device: of the plans.
         lock: pins memory for the device; returns the reason why that failed, or None.
@@ -88,11 +90,14 @@ class DiskQueue:
         self.bits = dict(bits)
 
     def why(self, layer: int) -> str:
-        """Return why an expert of a layer could not be read the last time that one could not."""
+        """Return why the last failed read of one of a layer's experts failed."""
         return self._why.get(layer, "an expert could not be read")
 
     def release(self) -> None:
-        """Between two steps that have ended on the device: give back what the last layer was lent."""
+        """Give back the host memory that the last layer was lent.
+
+        Called between two steps, once the device has finished.
+        """
         with self._lock:
             self._lent.close()
 
@@ -119,7 +124,11 @@ class DiskQueue:
             number += 1
 
     def _bring(self, layer: int, calls: Tensor) -> None:
-        """Write the addresses of what calls ask for, int64 [experts, 8]; 0 for what cannot be read."""
+        """Write the addresses of what calls ask for; 0 for what cannot be read.
+
+        Args:
+            calls: int64 [experts, 8]; the columns from ``Ask.ADDRESS`` on are written.
+        """
         listed = enumerate(calls.tolist())
         asked = [(number, part, key) for number, call in listed for part, key in self._keys(layer, call)]
         calls[:, Ask.ADDRESS :] = 0
@@ -145,7 +154,10 @@ class DiskQueue:
                 yield part, SliceKey(layer, call[Ask.EXPERT], self.bits[code])
 
     def _read(self, key: SliceKey, until: float | None) -> Callable[[], int]:
-        """Begin to read a slice; return what waits for its address, or raises an error of the read."""
+        """Begin to read a slice; return a function that waits for its address.
+
+        The function raises the error of a read that failed.
+        """
         store = self._store
         if isinstance(store, HostCache) and store.keeps(key):  # what passes through has to make room at once
             return lambda: self._lent.enter_context(store.hold(key)).packed.data_ptr()

@@ -1,6 +1,7 @@
-"""The forward of one MoE layer in a host-planned step: precisions, rule, computation, weighted sum.
+"""The forward of one MoE layer in a host-planned step.
 
-Results are added in the router's order at the end, so that neither residency nor timing changes a bit (invariant 1).
+It chooses precisions, plans, computes, and adds the outputs. They are added in the router's order at the end, so that
+neither residency nor timing changes a bit (invariant 1).
 """
 
 import contextlib
@@ -49,9 +50,10 @@ class StepCounts:
 
 
 class HostPlannedLayers:
-    """One rank's layers in host-planned steps, for one allocation of slots and one policy.
+    """One rank's layers in host-planned steps.
 
-    A resize or a change of policy builds a new object, which continues the counts of the old one.
+    An object is for one allocation of slots and one policy. A resize or a change of policy builds a new one, which
+    continues the counts of the old one.
 
     Args:
         fetcher: brings experts into the cache's slots.
@@ -63,11 +65,11 @@ class HostPlannedLayers:
         cpu: runs layers whose experts are in memory, on a CPU; None with a device.
         cpu_worker: computes misses while a device computes; None on a CPU.
         migration: moves versions between steps; None if steps fetch what they need.
-        host_cache: the host-memory tier in front of a disk; None without one.
+        host_cache: the host-memory tier above a disk; None without one.
         records_actions: write each expert's action into ``Routing.actions``.
         agree: exchanges values with ranks that have other parts of the same experts.
-        device_waits: what device-planned steps have waited for the link, and where the thresholds go that follow it;
-            None where there are no such steps.
+        device_waits: what device-planned steps have waited for the link, and the thresholds on the device that follow
+            it; None where there are no such steps.
     """
 
     def __init__(
@@ -108,13 +110,21 @@ class HostPlannedLayers:
     # -- between steps ----------------------------------------------------------------------------
 
     def end(self) -> bool:
-        """Stop background work before slots are freed; return whether every read has ended."""
+        """Stop background work before slots are freed.
+
+        Returns:
+            whether every read has ended.
+        """
         if self.migration is not None:
             self.migration.stop()
         return self.settle()
 
     def settle(self) -> bool:
-        """Wait for transfers in flight and drop prefetched experts; return whether every read has ended."""
+        """Wait for transfers in flight and drop prefetched experts.
+
+        Returns:
+            whether every read has ended.
+        """
         if self.prefetcher is not None:
             self.prefetcher.clear()
         return self.fetcher.settle_all()
@@ -143,10 +153,16 @@ class HostPlannedLayers:
     # -- in a step --------------------------------------------------------------------------------
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """Run one MoE layer; return [tokens, hidden], the weighted sum over each token's experts on this rank.
+        """Run one MoE layer.
 
-        TransferError if an expert could not be fetched, RoutingError for an id outside of the experts; the next step
-        can still be served.
+        The next step can still be served after an error.
+
+        Returns:
+            [tokens, hidden], the weighted sum over each token's experts on this rank.
+
+        Raises:
+            TransferError: an expert could not be fetched.
+            RoutingError: an id outside of the experts.
         """
         if routing.ids.shape[0] == 0:
             return torch.empty_like(routing.x)
@@ -177,7 +193,15 @@ class HostPlannedLayers:
     def _run(
         self, routing: Routing, plan: LayerPlan, x: torch.Tensor, out: torch.Tensor, activation: Activation
     ) -> None:
-        """Carry out a plan: x [rows, hidden], out [tokens * top_k, hidden]; TransferError as in :meth:`forward`."""
+        """Carry out a plan.
+
+        Args:
+            x: [rows, hidden].
+            out: [tokens * top_k, hidden].
+
+        Raises:
+            TransferError: as in :meth:`forward`.
+        """
         layer, on_cpu, answer = routing.layer, plan.on_cpu, None
         kept = sorted({*range(len(plan.views))} - {*on_cpu})  # items whose experts are in slots, or get one
         self.counts.cpu_executed += len(on_cpu)
@@ -215,7 +239,10 @@ class HostPlannedLayers:
             raise TransferError(sentence)
 
     def _served(self, routing: Routing) -> None:
-        """After the CPU executor has run a layer: release its predictions, and request those of later layers."""
+        """Release a layer's predictions, and request those of later layers.
+
+        Called after the CPU executor has run the layer.
+        """
         if self.prefetcher is not None:
             self.prefetcher.claim(routing.layer, {})
         if routing.layer < routing.num_layers:
@@ -225,7 +252,10 @@ class HostPlannedLayers:
             self.prefetcher.fill()
 
     def _begin_plan(self, routing: Routing, plan: LayerPlan) -> None:
-        """Count a plan's precisions, start its disk reads, and place the items that the CPU executes."""
+        """Count a plan's precisions and start its disk reads.
+
+        The items that the CPU executes get their places.
+        """
         cache, layer, wanted = self.cache, routing.layer, plan.wanted
         self.counts.planned.update(wanted.values())
         self.counts.planned[Precision.SKIPPED] += len(routing.active) - len(wanted)
@@ -264,7 +294,10 @@ class HostPlannedLayers:
         return LayerPlan.on_host(routing.grouped, experts, codes, places, row_for_each_pair=routing.weights_on_input)
 
     def _compute(self, layer: int, plan: LayerPlan, x: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
-        """Compute in one call what needs no transfer: items that have a place, and experts in slots."""
+        """Compute in one call what needs no transfer.
+
+        These are the items that have a place, and the experts in slots.
+        """
         if not plan.views:
             return
         slots = list[Slot]()
@@ -282,7 +315,10 @@ class HostPlannedLayers:
                 slot.last_read = last_read
 
     def _look_ahead(self, routing: Routing) -> None:
-        """Show the predictor the router's choice, and offer its predictions to the prefetcher."""
+        """Show the predictor the router's choice.
+
+        Its predictions are offered to the prefetcher.
+        """
         predictor = self.predictor
         assert predictor is not None
         predictor.observe(routing)
@@ -293,9 +329,10 @@ class HostPlannedLayers:
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Context for dummy tokens, often thousands of equal ones: they are not counted, predicted or learnt from.
+        """Context in which steps are not counted, predicted or learnt from.
 
-        Experts that they fetch may stay, but scores and thresholds do not change.
+        It is for dummy tokens, often thousands of equal ones. Experts that they fetch may stay, but scores and
+        thresholds do not change.
         """
         table, thresholds = self.cache.table, self.policy.precision.thresholds
         learnt = [(column, column.copy()) for column in (table.score, table.used_at, table.step, *thresholds)]

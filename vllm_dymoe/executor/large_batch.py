@@ -1,8 +1,9 @@
-"""Large-batch steps with device-side planning: prompts, and batches of more rows than a small-batch step has.
+"""Large-batch steps with device-side planning.
 
-The host enqueues everything and waits for nothing. A copy stream streams experts through the staging slots, half of
-them at a time (see ``planner.large_batch``). After the last group it copies experts of the next layer, before that
-layer is routed, since nearly all of them will be active:
+They are prompts, and batches of more rows than a small-batch step has. The host enqueues everything and waits for
+nothing. A copy stream streams experts through the staging slots, half of them at a time (see ``planner.large_batch``).
+After the last group it copies experts of the next layer, before that layer is routed, since nearly all of them will be
+active:
 
   copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
   computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
@@ -28,7 +29,10 @@ _MOST_ACTIVE = 0.9
 
 
 class LargeBatchStep(Protocol):
-    """The launches of one layer's step, for one shape; all layers use its memory in turn."""
+    """The launches of one layer's step, for one shape.
+
+    All layers use its memory in turn.
+    """
 
     shape: LargeBatchShape  # for which memory was allocated
     ids: Tensor  # int32 [tokens, top_k], the expert of each pair that is computed, -1 for the others
@@ -75,7 +79,7 @@ class LargeBatches:
 
     Args:
         top_k: experts of a token.
-        layers: of the model; those behind them are a draft's, which run several times in a step.
+        layers: of the model; those after them are a draft's, which run several times in a step.
         rows: int32 [1], how many rows are tokens.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
@@ -118,9 +122,13 @@ class LargeBatches:
         *,
         captured: bool = False,  # the launches are captured in a graph
     ) -> Tensor:
-        """Enqueue one layer; return [rows, hidden], the weighted sum over each token's experts on this rank.
+        """Enqueue one layer.
 
-        ``marks``, for policies that ask for them: int8 [rows], 1 for a prompt's token, 2 for a heavy hitter, else 0.
+        Args:
+            marks: int8 [rows], for policies that ask for them: 1 for a prompt's token, 2 for a heavy hitter, else 0.
+
+        Returns:
+            [rows, hidden], the weighted sum over each token's experts on this rank.
         """
         branch, kind = self._branch, self._kinds[layer]
         key = self._shape(len(x), marked=marks is not None, captured=captured), activation, kind
@@ -174,12 +182,18 @@ class LargeBatches:
             return self._branch.mark()
 
     def actions(self, ids: Tensor) -> Tensor:
-        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last; not for captured launches."""
+        """Return :meth:`~.LayerPlan.actions` of the layer that was launched last.
+
+        Not valid for captured launches.
+        """
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
     def warm_up(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
-        """Compile and load all kernels, for graphs and for plain launches, by running steps without tokens."""
+        """Compile and load all kernels by running steps without tokens.
+
+        This covers launches in graphs and plain launches.
+        """
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(layer, x, weights, ids, activation, marks, captured=captured)
@@ -187,7 +201,10 @@ class LargeBatches:
         self._captured.clear()
 
     def settle(self) -> None:
-        """Forget what was copied ahead, because another kind of step or another layer follows."""
+        """Forget what was copied ahead.
+
+        Called before another kind of step, or when another layer follows.
+        """
         if self._pending is not None:
             self._branch.join(self._pending[1])
             self._table.forget_ahead()

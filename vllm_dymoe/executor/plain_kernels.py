@@ -1,6 +1,7 @@
-"""Device-side planning on a CPU: the NumPy planner plans, and CPU kernels use the addresses that it wrote.
+"""Device-side planning on a CPU.
 
-The plain twin of ``triton_kernels``, for tests and for ``planning`` "device" on a CPU.
+The NumPy planner plans, and CPU kernels use the addresses that it wrote. This is the plain twin of ``triton_kernels``,
+for tests and for ``planning`` "device" on a CPU.
 """
 
 import ctypes
@@ -36,7 +37,10 @@ class _Coming(NamedTuple):
 
 
 class PlainKernels:
-    """The SmallBatchKernel of an emulated card; with ``link_gbps``, misses wait for a link of that rate."""
+    """The SmallBatchKernel of an emulated card.
+
+    With ``link_gbps``, misses wait for a link of that rate.
+    """
 
     name = "planned and fetched as by a device, on the CPU"
 
@@ -92,7 +96,11 @@ class PlainKernels:
         return combine(out, plan.weights, torch.where(plan.computed > 0, ids, -1))
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
-        """Start a step for a device-side plan; return its host-side plan and its outputs [tokens * top_k, hidden]."""
+        """Start a step for a device-side plan.
+
+        Returns:
+            its host-side plan, and its outputs [tokens * top_k, hidden].
+        """
         items, positions = list(range(int(plan.count))), int((plan.computed > 0).sum())
         bounds = [*plan.work[: len(items), 1].tolist(), positions]
         host = Grouped(items, bounds, *(of[:positions].long() for of in (plan.rows, plan.pairs)))
@@ -141,7 +149,9 @@ class PlainKernels:
     def place(
         self, step: LayerPlan, plan: LayerPlan, item: int, slots: Sequence[range], *, through: bool = True
     ) -> int:
-        """Copy an item's bytes to their slot if it has one, and set their place in the step.
+        """Copy an item's bytes to their slot if it has one.
+
+        Their place is set in the step.
 
         Args:
             slots: addresses of the device's slots; bytes read from elsewhere cross the link.
@@ -161,7 +171,12 @@ class PlainKernels:
         return read
 
     def arrival(self, nbytes: int, asked: float = 0.0) -> float:
-        """Return the ``time.perf_counter`` at which bytes requested at ``asked`` have crossed the emulated link."""
+        """Return when bytes have crossed the emulated link.
+
+        Args:
+            nbytes: how many bytes.
+            asked: when they were requested; like the result, a ``time.perf_counter`` value in seconds.
+        """
         self._free = max(self._free, asked) + nbytes * self._seconds_per_byte
         return self._free if nbytes else 0.0
 
@@ -183,7 +198,10 @@ class PlainKernels:
 
 
 class PlainLargeBatch:
-    """The :class:`~vllm_dymoe.executor.large_batch.LargeBatchStep` of an emulated card."""
+    """The ``LargeBatchStep`` of an emulated card.
+
+    See :class:`~vllm_dymoe.executor.large_batch.LargeBatchStep`.
+    """
 
     _steps = 0, 1 << 30  # a single class, so positions are in the order of experts
 
@@ -239,7 +257,10 @@ def slot_ranges(table: Table) -> list[range]:
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:
-    """Return a uint8 [nbytes] view of this process's memory, which must outlive the view."""
+    """Return a uint8 [nbytes] view of this process's memory.
+
+    The memory must outlive the view.
+    """
     if nbytes == 0:  # experts without a gate
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -32,9 +32,10 @@ from vllm_dymoe.prefetch.pace import Pace
 
 
 class Prefetcher:
-    """Turns a predictor's candidates into transfers, and into disk reads if host memory is a cache (``disk``).
+    """Turns a predictor's candidates into transfers.
 
-    A fetched expert is wasted if its step wants another precision, unless versions are nested.
+    If host memory is a cache, it also turns them into disk reads (``disk``). A fetched expert is wasted if its step
+    wants another precision, unless versions are nested.
     """
 
     def __init__(
@@ -85,7 +86,10 @@ class Prefetcher:
             self._ask(*asked)
 
     def predict_first_layer(self, phase: Phase, predictor: Measured) -> None:
-        """At the start of a step, prefetch for its first MoE layer, if the pace allows it now."""
+        """Prefetch for the first MoE layer, at the start of a step.
+
+        Nothing is done if the pace does not allow it now.
+        """
         self._pace = self._paces[phase]
         if not self._engine.occupies_cores and self._pace.acts():
             self._ask(-1, predictor)
@@ -121,7 +125,10 @@ class Prefetcher:
             self._disk.offer(layer, list(self._candidates))
 
     def fill(self) -> None:
-        """Start transfers while there are free slots; the engine runs them when no demand waits."""
+        """Start transfers while there are free slots.
+
+        The engine runs them when no demand waits.
+        """
         if self._fetcher.orphaned:
             self._fetcher.collect()
         if self._candidates:
@@ -146,9 +153,12 @@ class Prefetcher:
             self._candidates.popleft()
 
     def claim(self, layer: int, wanted: Mapping[int, Precision]) -> dict[tuple[int, Precision], Fetch]:
-        """Return the fetches that a routed layer needs, by expert and pool, and give up the others.
+        """Return the fetches that a routed layer needs, and give up the others.
 
         Fetches that have not arrived become demand transfers. The caller releases all of them.
+
+        Returns:
+            the fetches, by expert and pool.
         """
         self._spend(0.0)
         self._pace.spend(self._spent, answered=self._answered)  # host time of predictions for the layer before
@@ -173,7 +183,10 @@ class Prefetcher:
         return claimed
 
     def give_way(self, precision: Precision) -> bool:
-        """Free a slot for a demand, that of the latest prediction first; return whether one is free at once."""
+        """Free a slot for a demand; return whether one is free at once.
+
+        The latest prediction gives up its slot first.
+        """
         if self._fetcher.collect():
             return True
         for fetches in (self._ahead[layer] for layer in sorted(self._ahead, reverse=True)):

@@ -59,7 +59,9 @@ class Rates:
 
 
 def measure_or_load(path: Path | None, measured_for: str, fmt: ExpertFormat, measured: Callable[[], Rates]) -> Rates:
-    """Return the best rates of the first starts: those by which link and CPU together handle the most bytes per second.
+    """Return the best rates of the first starts.
+
+    The best are those by which link and CPU together handle the most bytes per second.
 
     Args:
         path: file that stores them between starts, or None. Its content counts only on the machine and for the
@@ -142,7 +144,10 @@ def measure(
 
 
 def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> float:
-    """Return bytes per second of plain copies from a store that a CUDA device can read."""
+    """Return bytes per second of plain copies from a store to a CUDA device.
+
+    The device must be able to read the store.
+    """
     largest = max(store.experts.all_formats, key=lambda fmt: fmt.nbytes)
     keys, moved = _keys(store.experts, largest), 0
     slots = [torch.empty(largest.nbytes, dtype=torch.uint8, device=device) for _ in range(_AT_ONCE)]
@@ -157,7 +162,10 @@ def link_rate(store: HostStore, device: torch.device, seconds: float = 0.05) -> 
 
 
 def _keys(experts: ModelExperts, fmt: ExpertFormat) -> Iterator[SliceKey]:
-    """Yield every expert of a format in turn, for ever, so that no CPU cache holds them."""
+    """Yield every expert of a format in turn, for ever.
+
+    No CPU cache can hold them all.
+    """
     return cycle([key for key in all_keys(experts) if experts.format(key) == fmt])
 
 

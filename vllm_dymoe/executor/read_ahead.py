@@ -1,4 +1,7 @@
-"""Reads from disk into a host cache: the misses of this layer, and predictions for later layers."""
+"""Reads from disk into a host cache.
+
+It reads the misses of this layer, and predictions for later layers.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -15,7 +18,10 @@ Prediction = tuple[int, int, Precision]  # layer, expert, and its likely precisi
 
 
 def expect(host_cache: HostCache, cache: DeviceCache, layer: int, plan: LayerPlan) -> None:
-    """Start the disk reads of all misses of a layer at once, before the link asks for them one by one."""
+    """Start the disk reads of all misses of a layer at once.
+
+    Otherwise the link would ask for them one by one.
+    """
     keys: list[SliceKey] = []
     for (expert, precision), actions in zip(plan.wanted.items(), plan.action.T.tolist(), strict=True):
         parts = zip(cache.parts[precision], actions, strict=False)
@@ -33,13 +39,20 @@ class ReadAhead:
         self._host_cache, self._memory, self._num_layers = host_cache, cache, num_layers
 
     def offer(self, layer: int, predictions: Sequence[Prediction]) -> None:
-        """Replace the predictions by new ones about the layers after ``layer``, the best first."""
+        """Replace the predictions by new ones about the layers after ``layer``.
+
+        Args:
+            predictions: the best first.
+        """
         behind = 1 + max((prediction[0] for prediction in predictions), default=layer)
         later = range(behind, min(layer + 1 + 2 * FAR, self._num_layers))
         self._host_cache.prefetch(chain.from_iterable(map(self._lacking, chain(predictions, self._used_last(later)))))
 
     def has(self, prediction: Prediction) -> bool:
-        """Return whether the link could fetch a predicted expert without waiting for the disk."""
+        """Return whether the link could fetch a predicted expert at once.
+
+        False if the link would have to wait for the disk.
+        """
         return all(map(self._host_cache.has, self._lacking(prediction)))
 
     def _lacking(self, prediction: Prediction) -> Iterable[SliceKey]:

@@ -1,7 +1,8 @@
-"""Small batches with device-side planning: a layer's step in three launches (docs/architecture.md).
+"""Small batches with device-side planning: a layer's step in three launches.
 
-The launches use fixed memory and need no value from the host, so a whole step can be captured in a CUDA graph. Budget,
-quotas, precisions and retention are values in the table; the graph stays valid when they change.
+See docs/architecture.md. The launches use fixed memory and need no value from the host, so a whole step can be
+captured in a CUDA graph. Budget, quotas, precisions and retention are values in the table; the graph stays valid when
+they change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,11 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
         activation: Activation,
         cpu_queue: CpuQueue | None,  # CPU worker for misses; None if all are fetched
     ) -> Tensor:
-        """Enqueue plan, fetches and computation; return [rows, hidden], the weighted sum over each token's experts."""
+        """Enqueue plan, fetches and computation.
+
+        Returns:
+            [rows, hidden], the weighted sum over each token's experts.
+        """
         ...
 
     def with_disk(self, disk_queue: DiskQueue) -> "SmallBatchKernel":
@@ -55,15 +60,17 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
 
 
 class StepMemory:
-    """What captured graphs read and write: allocated once per server, so that a resize moves none of it.
+    """What captured graphs read and write.
 
-    With ``recorded``, each layer has a plan of its own, which stays readable until the next step.
+    It is allocated once per server, so that a resize moves none of it. With ``recorded``, each layer has a plan of its
+    own, which stays readable until the next step.
 
     Attributes:
         table: on the device; between two steps the host changes values in it.
         plans: for each layer, or for all of them, a view of its plan for each number of rows; slicing costs host time.
-        rows: int32 [1], how many rows are tokens: the first of ``told``, where nothing in a step writes another number.
-        told: int32 [2], what :meth:`SmallBatches.tell` says, twice.
+        rows: int32 [1], how many rows are tokens. It is the first element of ``told``, unless a step writes another
+            number (:meth:`SmallBatches.meet`).
+        told: int32 [2]; :meth:`SmallBatches.tell` writes its number into both elements.
         firsts: int32 [parts, 1], the first rows of the small steps that replace a large one.
         of_parts: int32 [parts, 4], the row counts of these steps in column 0, with the alignment of ``rows``.
         captured: the large-batch steps of captured graphs.
@@ -92,7 +99,10 @@ class StepMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory of the table and the plans; slots, scratch and predictor are counted elsewhere."""
+        """Bytes of device memory of the table and the plans.
+
+        Slots, scratch and predictor are counted elsewhere.
+        """
         tensors = *vars(self.table).values(), self.told, self.firsts, self.of_parts
         tensors += tuple(tensor for of_layer in self.plans for tensor in of_layer[-1].tensors.values())
         tensors += tuple(vars(self.listed).values())
@@ -100,25 +110,28 @@ class StepMemory:
 
 
 class SmallBatches:
-    """Every MoE layer of one rank in device-planned steps, for one allocation of slots and one policy.
+    """Every MoE layer of one rank in device-planned steps.
 
-    A resize or a change of policy builds a new object on the same memory, so captured graphs stay valid.
+    An object is for one allocation of slots and one policy. A resize or a change of policy builds a new one on the
+    same memory, so captured graphs stay valid.
 
     Args:
         memory: outlives this object.
         quotas: slots of each layer, by LOW and HIGH of the precisions in use.
         staging: number of staging slots of each precision in use, for each kind of layers.
         cpu_queue: the CPU worker for misses; None if all are fetched.
-        costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else None.
+        costs: ``Table.cpu_costs`` if large-batch steps may run as small ones (all experts in one precision), else
+            None.
         count: see :class:`LargeBatches`.
-        projections: how many of a predicted expert are fetched; 0 to fetch nothing ahead.
+        projections: how many projections of a predicted expert are fetched; 0 to fetch nothing ahead.
         pace: decides between steps whether the next one prefetches; None if all do.
         spare: number of staging slots of each precision that steps leave to moves of versions.
         overlaps: experts arrive while others are computed; without, every step is a large batch.
-        foresees: experts are copied before their layer is routed; not where their addresses become known with a plan.
+        foresees: experts are copied before their layer is routed; False where their addresses become known with a
+            plan.
 
     Attributes:
-        most_rows: of a small batch.
+        most_rows: the most rows of a small batch.
         large: runs prompts and steps of more rows.
     """
 
@@ -146,7 +159,10 @@ class SmallBatches:
         self._told = -1  # unknown, because an earlier object may have set it
 
     def warm_up(self, activation: Activation) -> None:
-        """Compile and load all kernels by running steps without tokens, so that no request or capture waits."""
+        """Compile and load all kernels by running steps without tokens.
+
+        So neither a request nor a capture waits for a compiler.
+        """
         experts, device = self.memory.experts, self.memory.device
         fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
@@ -171,8 +187,11 @@ class SmallBatches:
         self.tell(tokens)
 
     def tell(self, rows: int) -> None:
-        """Set how many rows are tokens in what is launched or replayed next, or at most all of a layer's are; 0 for a
-        step without requests."""
+        """Set how many rows are tokens in what is launched or replayed next.
+
+        Args:
+            rows: number of tokens, 0 for a step without requests. All rows of a layer that has fewer are tokens.
+        """
         if rows != self._told:
             memory, self._told = self.memory, rows
             memory.told.fill_(rows)
@@ -183,19 +202,24 @@ class SmallBatches:
             self.memory.of_parts.copy_(self.memory.rows - self.memory.firsts).clamp_(0, SMALL_BATCH_ROWS)
 
     def meet(self, ids: Tensor) -> None:
-        """Set from the device how many of a layer's rows are tokens, where those of several engines meet.
+        """Set from the device how many of a layer's rows are tokens.
+
+        It is for layers where the rows of several engines meet.
 
         Args:
-            ids: int [rows, top_k], experts of all ranks; all -1 in rows that are no tokens, which lie anywhere. If
-                there is any other row, all of them count.
+            ids: int [rows, top_k], experts of all ranks; all -1 in rows that are no tokens, which may be anywhere. If
+                any row is a token, all rows count.
         """
         torch.mul((ids != -1).any(), len(ids), out=self.memory.rows[0])
         self._divide()
 
     def own_tokens(self, ids: Tensor, first: int = 0) -> Tensor:
-        """Return ids [rows, top_k] with -1 in the rows that are no tokens of this rank, by what it was told.
+        """Return ids with -1 in the rows that are no tokens of this rank.
+
+        :meth:`tell` says which rows are tokens.
 
         Args:
+            ids: int [rows, top_k].
             first: number of the first row among those of the step.
         """
         number = torch.arange(first, first + len(ids), device=ids.device).unsqueeze(1)
@@ -212,7 +236,10 @@ class SmallBatches:
         return out
 
     def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-        """Run a layer of a small batch without predictions: gates may not be there to be asked while a model loads."""
+        """Run a layer of a small batch without predictions.
+
+        While a model loads, gates may not exist yet to predict with.
+        """
         plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
         return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
 
@@ -242,7 +269,10 @@ class SmallBatches:
         return torch.cat(outs)
 
     def actions(self, layer: int, ids: Tensor) -> Tensor | None:
-        """Return :meth:`~.LayerPlan.actions` of a layer of the last small-batch step; None without recorded plans."""
+        """Return :meth:`~.LayerPlan.actions` of a layer of the last small-batch step.
+
+        None without recorded plans.
+        """
         if len(self._plans) < self.table.layers:
             return None
         return self._plans[layer][-1].actions(ids, self.table.experts)

@@ -1,7 +1,8 @@
-"""A host-planned layer with misses: computes the hits first, and the others as they arrive.
+"""A host-planned layer with misses.
 
-The schedule is DuoServe-MoE's (5.2): each expert is fetched once, the link starts before anything is computed, and
-one slot is computed while others fill. As in FIRM-MoE, an expert is computed projection by projection.
+It computes the hits first, and the others as they arrive. The schedule is DuoServe-MoE's (5.2): each expert is fetched
+once, the link starts before anything is computed, and one slot is computed while others fill. As in FIRM-MoE, an
+expert is computed projection by projection.
 
 - While slots are short, an expert that frees one is computed first, because the link must not wait for computation.
 - Otherwise all experts that have arrived are computed together, which costs the host least.
@@ -46,7 +47,10 @@ class _Held:
 
 
 class LayerStep:
-    """One layer's step by a plan: :meth:`acquire` claims slots, :meth:`run` fetches and computes."""
+    """One layer's step by a plan.
+
+    :meth:`acquire` claims slots; :meth:`run` fetches and computes.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,10 @@ class LayerStep:
         victims: Sequence[int],
         ahead: Mapping[tuple[int, Precision], Fetch],
     ) -> None:
-        """Evict what an admitted expert replaces, and take its slots that are filled or in flight."""
+        """Evict what an admitted expert replaces, and take the expert's slots.
+
+        Slots are taken if they are filled or in flight; other slices are noted as lacking one.
+        """
         cache, expert = self._memory, coming.expert
         for part, action, victim in zip(cache.parts[coming.precision], actions, victims, strict=False):
             if action == Action.HIT:
@@ -156,7 +163,10 @@ class LayerStep:
                 self._plan.place(coming.item, self._memory.packed(coming.slots))
 
     def _make_room(self, precision: Precision, coming: _Held) -> bool:
-        """Evict the coldest expert, or residual slice, of the layer that this step no longer reads."""
+        """Evict the coldest expert of the layer that this step no longer reads.
+
+        If versions are nested, the victim may be a residual slice alone.
+        """
         reading = {held.expert for held in (*self._ready, *self._arriving)}
         reading |= {held.expert for held in self._missing if held.slots}
         bases = [fetch for fetch in coming.fetches if not fetch.kept]
@@ -216,7 +226,11 @@ class LayerStep:
             self._prefetcher.fill()  # finds no free slot while an expert of this layer waits for one
 
     def _next(self) -> tuple[list[_Held], bool]:
-        """Choose the experts to compute next; return them, and whether they are still arriving."""
+        """Choose the experts to compute next.
+
+        Returns:
+            the experts, and whether they are still arriving.
+        """
         ready, arriving, before = self._ready, self._arriving, len(self._ready)
         while arriving and (self._in_turn or all(self._engine.arrived(f.ticket) for f in arriving[0].fetches)):
             self._complete(arriving[0])
@@ -232,18 +246,22 @@ class LayerStep:
         return _last(ready, 1 if self._missing and not self._in_turn else len(ready)), False
 
     def _first_frees_a_slot(self) -> bool:
-        """Whether to compute one expert by itself, because predictions wait for its slot (DuoServe-MoE 5.3)."""
+        """Return whether to compute one expert by itself.
+
+        That is so if predictions wait for its slot (DuoServe-MoE 5.3).
+        """
         if self._in_turn or self._missing or self._arriving or len(self._ready) < 2:
             return False
         streamed = any(not fetch.kept for fetch in self._ready[-1].fetches)
         return streamed and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
     def _next_launch(self, arrived: int) -> tuple[list[_Held], bool]:
-        """Choose the new arrivals and a share of the residents, or half of what is in flight.
+        """Choose the experts of the next launch.
 
-        The other half keeps the link busy until the launch has freed its slots. Residents are spread over the layer in
-        proportion to the misses: all at once would fill the device's queue, and while slots are short the link would
-        idle until they are computed.
+        They are the new arrivals and a share of the residents, or half of what is in flight. The other half keeps the
+        link busy until the launch has freed its slots. Residents are spread over the layer in proportion to the
+        misses: all at once would fill the device's queue, and while slots are short the link would idle until they are
+        computed.
         """
         half = (len(self._arriving) + 1) // 2
         residents = len(self._ready) - arrived
@@ -259,7 +277,10 @@ class LayerStep:
         return [self._arriving.popleft() for _ in range(half)], True
 
     def _compute(self, arriving: bool) -> None:
-        """Compute experts, each projection once all of them have it, and free the slots of streamed ones."""
+        """Compute experts, and free the slots of streamed ones.
+
+        Each projection is computed once all of the experts have it.
+        """
         computing = self._computing
 
         def receive(projections: int) -> None:
@@ -295,7 +316,10 @@ class LayerStep:
         return not done_already
 
     def _let_go(self) -> None:
-        """Clean up after a failure within a step: lose no slot, and free none that is still accessed."""
+        """Clean up after a failure within a step.
+
+        No slot is lost, and none is freed that is still accessed.
+        """
         held = [*self._computing, *self._ready, *self._arriving, *self._missing]
         last_read = self._engine.fence()
         if last_read is not None:  # a computation that failed half-way has read a projection

@@ -1,4 +1,7 @@
-"""Device-side planning on a GPU: Triton kernels, compiled before the first request."""
+"""Device-side planning on a GPU, by Triton kernels.
+
+They are compiled before the first request.
+"""
 
 from functools import cache
 

@@ -1,4 +1,7 @@
-"""Argument checks for tensors; every error names the argument, what it is, and what it should be."""
+"""Argument checks for tensors.
+
+Every error names the argument, what it is, and what it should be.
+"""
 
 import torch
 from torch import Tensor

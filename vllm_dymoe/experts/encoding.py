@@ -1,4 +1,4 @@
-"""Encodings: how stored bits become numbers, and what is stored with them (docs/format.md).
+"""Encodings: how stored bits become numbers (docs/format.md).
 
 16 bits are plain weights. 8, 4 and 2 bits are a uniform grid, weight = (step * code - center) * scale + zero; if
 versions are nested, the upper halves of the codes alone are the low version. MXFP4, NVFP4 and FP8 are published floats,
@@ -45,12 +45,18 @@ class Encoding:
 
     @property
     def midpoint(self) -> int:
-        """The code whose weight is the group's zero: weight = (code - midpoint) * scale + zero (see integer_zeros)."""
+        """The code that stands for the group's zero.
+
+        weight = (code - midpoint) * scale + zero, see ``MatrixFormat.integer_zeros``.
+        """
         return 1 << (self.bits - 1)
 
     @cached_property
     def step(self) -> int:
-        """Number of whole codes between two neighbouring codes: 1, or 4 or 16 for upper halves."""
+        """Number of whole codes from one code to the next.
+
+        1 for whole codes; 4 or 16 for upper halves.
+        """
         return 1 << (self.upper_of - self.bits) if self.upper_of else 1
 
     @cached_property
@@ -60,7 +66,7 @@ class Encoding:
 
     @cached_property
     def largest(self) -> int:
-        """The code of the largest finite number of an 8-bit float; codes above it are infinite or NaN."""
+        """The code of the largest finite 8-bit float; codes above it are infinite or NaN."""
         return int(torch.tensor(torch.finfo(self.dtype).max, dtype=self.dtype).view(torch.uint8))
 
     def levels(self, codes: Tensor) -> Tensor:
@@ -92,7 +98,10 @@ WHOLE = {encoding.tag: encoding for encoding in (PLAIN, *STEPS.values(), *CODEBO
 
 
 def encoding_of(bits: int, codebook: Encoding | None = None) -> Encoding:
-    """Return the encoding of a separate version; ValueError if there is none with this number of bits."""
+    """Return the encoding of a separate version.
+
+    Raises ValueError if no encoding has this number of bits.
+    """
     encoding = codebook or WHOLE.get(bits)
     if encoding is None or encoding.bits != bits:
         known = f"{codebook.bits} for {codebook.name}" if codebook else "one of 16, 8, 4, 2"

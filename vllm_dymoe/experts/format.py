@@ -1,7 +1,7 @@
-"""Packed experts: gate | up | down, each with its weights and scales, contiguous in memory (docs/format.md).
+"""Packed experts: gate | up | down, contiguous in memory.
 
-A nested packed expert has two slices: the *base slice* is the low version, and the *residual slice* turns it into the
-high one.
+Each of the three has its weights and scales (docs/format.md). A nested packed expert has two slices: the *base slice*
+is the low version, and the *residual slice* turns it into the high one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,10 @@ from vllm_dymoe.experts.matrix import BLOCK_ROWS, MatrixFormat, PackedMatrix
 
 
 class Projection(IntEnum):
-    """The matrices of an expert, in the order of a packed expert; the gate may have no bytes."""
+    """The matrices of an expert, in the order in which they are packed.
+
+    The gate may have no bytes.
+    """
 
     GATE = 0
     UP = 1
@@ -48,7 +51,10 @@ class PackedExpert(NamedTuple):
 
 
 class DownFormat(NamedTuple):
-    """How down projections are packed where gate and up are packed otherwise; fields as in :class:`ExpertFormat`."""
+    """Format of down projections, if it differs from that of gate and up.
+
+    Fields are as in :class:`ExpertFormat`.
+    """
 
     encoding: Encoding
     group_size: int
@@ -115,10 +121,8 @@ class ExpertFormat:
     def rotations(self) -> tuple[int, int]:
         """Block sizes of the rotation of inputs, for gate and up, and for down.
 
-        They are the largest powers of two that divide the widths.
-
-        The block size of down is limited to what one kernel program computes, so that the program can rotate before it
-        stores.
+        They are the largest powers of two that divide the widths; 0 without rotation. The block size of down is limited
+        to what one kernel program computes, so that the program can rotate before it stores.
         """
         if not self.encoding.lattice:
             return 0, 0
@@ -158,9 +162,9 @@ class ModelExperts:
     num_experts: int  # experts per layer on this rank
     top_k: int  # experts that one token uses in one layer
     formats: Mapping[int, ExpertFormat]
-    """One per stored bit-width; where layers differ that of most, under whose bits each layer's own version goes."""
+    """One per stored bit-width. If layers differ, it is that of most, and the others' versions go by its bits."""
     draft_layers: int = 0
-    """Number of layers, the last ones, that belong to a draft that proposes the model's tokens."""
+    """Number of layers of a draft, which proposes the model's tokens; they are the last ones."""
     curves: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
     """Start values of thresholds for prompts' tokens and decoded tokens, see :mod:`~.threshold`; empty without a
     calibration.
@@ -185,7 +189,10 @@ class ModelExperts:
 
     @cached_property
     def of_kinds(self) -> tuple[Mapping[int, ExpertFormat], ...]:
-        """Formats of each kind of layers, by bit-width: layers of one kind have the same, and most models one kind."""
+        """Formats of each kind of layer, by bit-width.
+
+        Layers of one kind have the same formats; most models have one kind.
+        """
         found: list[Mapping[int, ExpertFormat]] = []
         for formats in self.of_layers:
             if formats not in found:
@@ -220,8 +227,9 @@ class ModelExperts:
 
 
 def places_at(formats: Mapping[int, ExpertFormat], alignment: int) -> dict[int, "SlicePlace"]:
-    """Return where each version, or slice, of a layer's formats is among its packed experts, by bits, if every slice
-    begins at a multiple of so many bytes.
+    """Return the place of each slice among a layer's packed experts, by bits.
+
+    A version that is not nested is one slice. Every slice begins at a multiple of ``alignment`` bytes.
     """
     places = {}
     for bits, fmt in formats.items():
@@ -231,7 +239,7 @@ def places_at(formats: Mapping[int, ExpertFormat], alignment: int) -> dict[int, 
         for part in fmt.slices:
             starts.append(-(-(starts[-1] + part.nbytes) // alignment) * alignment)
         for number, part in enumerate(fmt.slices):
-            # A layer's own version goes by the bits of the others'.
+            # A layer's own version goes by the bits of the other layers' version.
             named = bits if part is fmt else part.bits
             places[named] = SlicePlace(bits, starts[-1], starts[number], number, len(fmt.slices))
     return places
@@ -248,9 +256,10 @@ class SlicePlace(NamedTuple):
 
 
 def stored_formats(bits: Sequence[int], make: Callable[[int], ExpertFormat]) -> dict[int, ExpertFormat]:
-    """Return the formats of a store, high precision first. ``make`` returns the format of a separate version.
+    """Return the formats of a store by bits, the high precision first.
 
-    A version with half the bits of the other is nested in it, and shares everything else with it.
+    ``make`` returns the format of a separate version with the given bits. A version with half the bits of the other is
+    nested in it, and shares everything else with it.
     """
     formats = {width: make(width) for width in bits}
     high, low = max(bits), min(bits)
@@ -265,18 +274,27 @@ def nested(fmt: ExpertFormat) -> ExpertFormat:
 
 
 def nests(bits: Sequence[int], encoding: Encoding | None) -> bool:
-    """Return whether the low precision is nested in the high one, for this encoding; floats cannot be halved."""
+    """Return whether the low precision is nested in the high one.
+
+    Published floats cannot be halved, so they never nest.
+    """
     return not (encoding and encoding.floats) and set(bits) in ({4, 2}, {8, 4})
 
 
 def all_keys(experts: ModelExperts) -> Iterator[SliceKey]:
-    """Yield the key of every packed expert of a model, layer by layer, in the order of the files."""
+    """Yield the key of every packed expert of a model, in the order of the files.
+
+    Layers follow one another; within a layer the order is that of ``layer_keys``.
+    """
     for layer in range(len(experts.layers)):
         yield from layer_keys(experts, layer)
 
 
 def layer_keys(experts: ModelExperts, layer: int) -> Iterator[SliceKey]:
-    """Yield the key of every packed expert of one layer (an index), in the order of its file."""
+    """Yield the key of every packed expert of a layer, in the order of its file.
+
+    ``layer`` is the layer's index.
+    """
     for bits in experts.formats:
         for expert in range(experts.num_experts):
             yield SliceKey(layer, expert, bits)

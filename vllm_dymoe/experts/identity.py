@@ -1,4 +1,7 @@
-"""Identifies a model in files that outlive an engine: traces and trained predictors."""
+"""The identity of a model, for traces and trained predictors.
+
+Such files outlive an engine.
+"""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
-"""One packed matrix: a weight [rows, columns] at 16, 8, 4 or 2 bits as one section of bytes.
+"""One packed matrix: a weight [rows, columns] as one section of bytes.
 
-The layout serves every reader without repacking: a CPU reads two or four columns of 64 rows at a time, and a GPU
-program that handles 64 rows reads whole cache lines. Byte offsets and a worked example: docs/format.md.
+Weights have 16, 8, 4 or 2 bits. The layout serves every reader without repacking: a CPU reads two or four columns of 64
+rows at a time, and a GPU program that handles 64 rows reads whole cache lines. Byte offsets and a worked example:
+docs/format.md.
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +94,10 @@ class MatrixFormat:
 
     @cached_property
     def fold(self) -> int:
-        """Number of adjacent columns whose 2-bit codes share bytes: the first half of them with the second half."""
+        """Number of adjacent columns whose 2-bit codes share bytes.
+
+        A byte holds codes of the first half of these columns and of the second half.
+        """
         halves = self.encoding.nested or self.encoding.upper_of
         return min(self.group_size, FOLD_COLUMNS) if halves else self.group_size
 
@@ -135,7 +139,10 @@ class MatrixFormat:
 
     @cached_property
     def bias_offset(self) -> int:
-        """Offset of the bias in the section, if it has one; a matrix's factor is in the 256 bytes before it."""
+        """Offset of the bias in the section, if there is one.
+
+        The 256 bytes before it hold the matrix's factor, if the encoding has one.
+        """
         factor = _SECTION_ALIGNMENT if self.encoding.has_factor else 0
         return _round_up(self.scales_offset + _scales_bytes(self), _SECTION_ALIGNMENT) + factor
 
@@ -154,9 +161,10 @@ class MatrixFormat:
         return self.order_offset + order_bytes
 
     def view(self, section: Tensor, base: "PackedMatrix | None" = None) -> "PackedMatrix":
-        """View a section's bytes (uint8 [nbytes], contiguous, 16-byte aligned) as a packed matrix, without copying.
+        """View a section of bytes as a packed matrix, without copying.
 
-        A nested matrix needs its base section as well. Raises TypeError or ValueError for other bytes or another base.
+        ``section`` is uint8 [nbytes], contiguous and 16-byte aligned. A nested matrix needs its base section as well.
+        Raises TypeError or ValueError for other bytes or another base.
         """
         check_tensor("section", section, dtype=torch.uint8, shape=(self.nbytes,))
         if section.data_ptr() % ADDRESS_ALIGNMENT or section.storage_offset() % ADDRESS_ALIGNMENT:

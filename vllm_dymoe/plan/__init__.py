@@ -1,1 +1,4 @@
-"""Predicts how a model performs on a device, from its config.json and data sheets, before anything is downloaded."""
+"""Predicts how a model performs on a device, before anything is downloaded.
+
+It needs the model's config.json and data sheets only.
+"""

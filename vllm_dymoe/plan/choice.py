@@ -1,4 +1,7 @@
-"""Options and a budget on a device: how fast they are, by the simulator of schedules, and which of them to take."""
+"""Options and a budget on a device: how fast they are, and which to take.
+
+Speeds come from the simulator of schedules.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +45,10 @@ _CHUNK_STEP, _LARGEST_CHUNK = 512, 8192  # tokens
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The settings of ``vllm serve`` that determine the memory left for experts, under their names there."""
+    """The settings of ``vllm serve`` that determine the memory left for experts.
+
+    Fields have the names of its options.
+    """
 
     max_model_len: int = 8192
     max_num_seqs: int = 16
@@ -79,9 +85,10 @@ def predict(
     cached: float = 0.0,
     costs: Costs | None = None,
 ) -> Choice:
-    """Return what options do on a device: a batch as the routings have it, and a prompt of so many tokens in chunks.
+    """Return what options do on a device.
 
-    A few layers are simulated and stand for all. Of ranks that share out the experts the slowest counts.
+    The batch is that of the routings; a prompt has so many tokens, computed in chunks. A few layers are simulated and
+    stand for all. Of ranks that share out the experts the slowest counts.
 
     Args:
         cached: bytes of KV cache that a decode step reads.
@@ -131,9 +138,12 @@ def predict(
 
 
 def _of_layers(experts: ModelExperts, options: Options, policy: Policy, limit: int, workspace: int, layers: int) -> int:
-    """Return the budget with which a few layers keep what they keep in the whole model, and staging slots are as many.
+    """Return a budget with which a few layers stand for the whole model.
 
-    ConfigError if the whole model's budget is too small.
+    They keep what they keep in the whole model, and there are as many staging slots.
+
+    Raises:
+        ConfigError: the whole model's budget is too small.
     """
     plan = plan_slots(experts, options, policy, limit, workspace)
     few = replace(experts, layers=experts.layers[:layers])
@@ -157,12 +167,17 @@ def room_for_experts(
     shape: ModelShape, device: Device, serving: ServeSettings, least: int, *, dense: int = 16, kv_share: float = 1.0,
     requests: int = 1,
 ) -> int:  # fmt: skip
-    """Bytes that ``expert_budget`` "auto" would take, by the function that decides at start; ConfigError if none fit.
+    """Return the bytes that ``expert_budget`` "auto" would take.
+
+    They are computed by the function that decides at start.
 
     Args:
         dense: the option of that name.
         kv_share: of the KV cache at 16 bits, what a smaller type of it takes.
         requests: whose KV cache at ``max_model_len`` stays free.
+
+    Raises:
+        ConfigError: no experts fit.
     """
     free = int(device.memory * serving.gpu_memory_utilization) - shape.memory_of_dense(dense)
     step = StepShape(
@@ -176,12 +191,17 @@ def room_for_experts(
 
 
 def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
-    """Return the tokens that are computed while so many bytes of experts arrive, in steps of 512 up to 8192; 0 for no
-    bytes.
+    """Return the tokens that are computed while missing experts arrive.
 
     Nearly every expert is active in a chunk of a prompt. So a chunk fetches each expert that is not on the device,
     however many tokens it has, and concurrently decoding requests wait for it. With as many tokens as the device
     computes in that time a prompt needs the fewest chunks, and no chunk takes longer than the link.
+
+    Args:
+        missing: bytes of experts that arrive.
+
+    Returns:
+        tokens, in steps of 512 up to 8192; 0 for no bytes.
     """
     weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
     tokens = missing / device.link * device.compute / (2 * weights)
@@ -191,7 +211,10 @@ def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
 def choices(
     shape: ModelShape, device: Device, routings: Routings, serving: ServeSettings, prompt: int
 ) -> Iterator[Choice]:
-    """Yield every candidate at a quarter, half, three quarters and all of the memory available for experts."""
+    """Yield every candidate at four shares of the memory for experts.
+
+    They are a quarter, half, three quarters and all of the available memory.
+    """
     for candidate in CANDIDATES:
         given = {**candidate, "misses": "share"} if device.host else candidate
         options = resolve_options(given, environment={})
@@ -209,7 +232,10 @@ def choices(
 
 
 def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
-    """Return the rows of these policies; without policies, the one recommended at each share of the memory."""
+    """Return the rows of these policies.
+
+    Without policies, return the row recommended at each share of the memory.
+    """
     if policies:
         return [row for row in rows if row.given["policy"] in policies]
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
@@ -217,9 +243,12 @@ def shown(rows: Sequence[Choice], policies: Sequence[str]) -> list[Choice]:
 
 
 def recommended(rows: Sequence[Choice]) -> Choice:
-    """Return the fastest row of sufficient quality; among rows within 5 % of its speed, the one of best quality.
+    """Return the fastest row of sufficient quality.
 
-    ConfigError if there is none.
+    Among rows within 5 % of its speed, it is the one of best quality.
+
+    Raises:
+        ConfigError: there is none.
     """
     good = [row for row in rows if (row.agreement or 0) >= GOOD_ENOUGH]
     if not good:

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the host and of small kernels; ``sources`` in costs.json says how they were measured."""
+    """Seconds of the host and of small kernels.
+
+    ``sources`` in costs.json says how they were measured.
+    """
 
     host_layer: float  # host seconds for a host-planned layer
     host_miss: float  # host seconds for each fetched expert
@@ -27,7 +30,7 @@ class Costs:
 
     @classmethod
     def on_cpu(cls) -> "Costs":
-        """Those of a CPU that computes experts in place."""
+        """Return the costs of a CPU that computes experts in place."""
         return cls(**_read()["cpu"])
 
     @classmethod

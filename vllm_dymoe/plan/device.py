@@ -1,7 +1,8 @@
-"""A device for the roofline: its data sheet, and the shares of it that our kernels reach.
+"""A device for the roofline.
 
-``measured.json`` holds what ``make gpu`` measured on real cards. A card that was not measured is assumed to reach the
-same shares of its own data sheet.
+It has the numbers of its data sheet, and the shares of them that our kernels reach. ``measured.json`` holds what
+``make gpu`` measured on real cards. A card that was not measured is assumed to reach the same shares of its own data
+sheet.
 """
 
 import json
@@ -80,7 +81,10 @@ class Device:
         return _key(self.name)
 
     def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
-        """Return the rate that was measured nearest to a size of experts, and then to a number of tokens."""
+        """Return the measured rate that is nearest to a step.
+
+        The nearest size of experts counts first, then the number of tokens.
+        """
 
         def distance(rate: ExpertRate) -> tuple[bool, float, float]:
             return rate.nested != nested, abs(math.log(rate.weights / weights)), abs(math.log(rate.tokens / tokens))
@@ -90,7 +94,11 @@ class Device:
 
 
 def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
-    """Yield the rates of the kernels in a report of ``make gpu``; ConfigError for a card without a data sheet."""
+    """Yield the rates of the kernels in a report of ``make gpu``.
+
+    Raises:
+        ConfigError: the card has no data sheet.
+    """
     card = _key(report["card"])
     if card not in _SHEETS:
         raise ConfigError(f"the report is for an unknown GPU, {report['card']}; known are {', '.join(_SHEETS)}.")
@@ -103,7 +111,10 @@ def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
 
 
 def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
-    """Yield the rates of a card: from a report of ``make gpu`` on it, or by the shares that measured cards reached."""
+    """Yield the rates of a card.
+
+    They come from a report of ``make gpu`` on it, or are the shares that measured cards reached.
+    """
     if report is not None:
         try:
             found = list(rates_of(json.loads(report.read_text())))
@@ -121,14 +132,22 @@ def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:
 
 
 def _scaled(rates: Iterable[ExpertRate], own_read: float, own_compute: float) -> Iterator[ExpertRate]:
-    """Yield the rates that a card reaches by the same shares of its own memory's and multipliers' rates."""
+    """Yield the rates of a card that reaches the same shares as measured cards.
+
+    The shares are of the card's own rates of memory and multipliers.
+    """
     for rate in rates:
         _, read, compute, _ = _SHEETS[rate.card]
         yield replace(rate, read=rate.read * own_read / read, compute=rate.compute * own_compute / compute)
 
 
 def shares_of_cards(read: float, compute: float) -> tuple[ExpertRate, ...]:
-    """Return the rates of a card without a data sheet, by what it was measured to read and compute per second."""
+    """Return the rates of a card without a data sheet.
+
+    Args:
+        read: bytes per second that it was measured to read.
+        compute: operations per second that it was measured to compute.
+    """
     return tuple(_scaled(_shipped(), read / _SHARE_MEASURED, compute / _SHARE_MEASURED))
 
 
@@ -138,12 +157,14 @@ def _shipped() -> list[ExpertRate]:
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
-    """Return the GPU of a name in any spelling, with a link of the given rate or of its data sheet's.
-
-    ConfigError if the GPU is unknown, or if the report is of another one.
+    """Return the GPU of a name in any spelling.
 
     Args:
+        link: rate of its link; None for that of its data sheet.
         report: what ``make gpu`` has written on this card; None to use known measurements.
+
+    Raises:
+        ConfigError: the GPU is unknown, or the report is of another one.
     """
     if (key := _key(name)) not in _SHEETS:
         raise ConfigError(f"unknown GPU {name}; known are {', '.join(_SHEETS)}.")
@@ -156,12 +177,19 @@ def find_device(name: str, link: str | None, report: Path | None = None) -> Devi
 
 
 def _key(name: str) -> str:
-    """Return the key of a GPU's name, in the driver's spelling, such as "NVIDIA A100-SXM4-80GB", or a common one."""
+    """Return the key of a GPU's name.
+
+    The name is in the driver's spelling, such as "NVIDIA A100-SXM4-80GB", or a common one.
+    """
     return re.sub(r"nvidia|geforce|rtx\s*(?=a\d)|sxm\d?|pcie|nvl|hbm\de?|\d+\s*gb|[^a-z0-9]", "", name.lower())
 
 
 def parse_rate(text: str) -> float:
-    """Return the bytes per second of "25GB/s", "25 GB/s" or "900MB/s"; ConfigError for anything else."""
+    """Return the bytes per second of "25GB/s", "25 GB/s" or "900MB/s".
+
+    Raises:
+        ConfigError: the text is anything else.
+    """
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG])B/s\s*", text, re.IGNORECASE)
     rate = float(found[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()] if found else 0.0
     if rate <= 0:

@@ -1,4 +1,6 @@
-"""A machine as it was measured, and not as data sheets have it: what ``vllm-dymoe serve`` chooses by.
+"""A measured machine: what ``vllm-dymoe serve`` chooses by.
+
+Its rates are measured, not taken from data sheets.
 
     python -m vllm_dymoe.plan.machine '{"folder": "/data", "hidden": 2048, "intermediate": 768, "experts": 128}'
 
@@ -93,11 +95,14 @@ class Machine(BaseModel):
 
     @property
     def costs(self) -> Costs:
-        """What the host takes beside products and copies."""
+        """The host's time in addition to products and copies."""
         return Costs.measured() if self.gpus else Costs.on_cpu()
 
     def device(self) -> Device:
-        """The GPU, with what the host adds; without one the CPU, whose experts lie in its own memory."""
+        """Return the GPU with what the host adds; without a GPU, return the CPU.
+
+        A CPU's experts are in its own memory.
+        """
         disk = float("inf") if self.disk is None else self.disk
         if not self.gpus:
             compute = max(rate.compute for rate in self.experts)
@@ -117,7 +122,10 @@ class Machine(BaseModel):
 
 @dataclass(frozen=True)
 class Probe:
-    """What is measured: the disk of a folder, and the CPU's kernel with experts of one size."""
+    """What is measured.
+
+    These are the disk of a folder, and the CPU's kernel with experts of one size.
+    """
 
     folder: str
     hidden: int
@@ -126,7 +134,10 @@ class Probe:
 
     @property
     def key(self) -> str:
-        """Of what a measurement is kept under; rates of another machine, card, driver or disk do not apply."""
+        """What a measurement is stored under.
+
+        Rates of another machine, card, driver or disk do not apply.
+        """
         cards = [path.read_text() for path in sorted(_CARDS.glob("*/information"))] if _CARDS.is_dir() else []
         driver = [_DRIVER.read_text()] if _DRIVER.is_file() else []
         visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), (self.hidden, self.intermediate, self.experts)
@@ -138,9 +149,12 @@ class Probe:
 
 
 def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
-    """Return this machine: its rates as an earlier start measured them, or measured now; memory as it is now.
+    """Return this machine.
 
-    ConfigError if they cannot be measured.
+    Its rates are as an earlier start measured them, or measured now; its memory is as it is now.
+
+    Raises:
+        ConfigError: the rates cannot be measured.
     """
     make_folders(Path(probe.folder))
     found = None if retune else kept_beside(kept, probe.key, Machine)
@@ -156,7 +170,11 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a description; ConfigError, with the first field that is wrong, if it is none."""
+    """Read a description of a machine.
+
+    Raises:
+        ConfigError: it is none; the message names the first field that is wrong.
+    """
     try:
         return Machine.model_validate_json(read_regular(path))
     except OSError as error:
@@ -168,7 +186,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def measure(probe: Probe) -> Machine:
-    """Measure this machine, for a few seconds. It uses CUDA where there is a GPU."""
+    """Measure this machine, for a few seconds.
+
+    CUDA is used where there is a GPU.
+    """
     told = rates()
     kernel, experts = _kernel_rates(probe)
     cuda = torch.cuda.is_available()
@@ -211,7 +232,10 @@ def _gpu_compute(number: int) -> float:
 
 
 def _kernel_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
-    """The CPU kernel's name, and its rates with random 4-bit experts that lie in memory as a model's do."""
+    """Return the CPU kernel's name and its rates.
+
+    They are measured with random 4-bit experts that are in memory as a model's are.
+    """
     fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(4), 64, torch.bfloat16)
     count = max(8, min(probe.experts, _EXPERT_BYTES // fmt.nbytes))
     arena, generator = map_bytes(count * fmt.nbytes).view(count, fmt.nbytes), torch.Generator().manual_seed(0)
@@ -239,7 +263,10 @@ def _kernel_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
 
 
 def _disk_rate(folder: Path) -> float | None:
-    """Bytes per second of a new file's random pieces, several at once, past the page cache."""
+    """Return the rate in bytes per second at which a disk reads a new file.
+
+    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it.
+    """
     with tempfile.TemporaryFile(dir=folder) as temporary:
         temporary.write(os.urandom(_DISK_BYTES))
         temporary.flush()

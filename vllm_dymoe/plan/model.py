@@ -48,15 +48,18 @@ class ModelShape:
         return self.memory_of_dense(16)
 
     def memory_of_dense(self, bits: int) -> int:
-        """Bytes of everything but experts, with the option ``dense``."""
+        """Return the bytes of everything but experts, with the option ``dense``."""
         return self.dense_weights * ITEM - self._saved(bits)
 
     def read_of_dense(self, bits: int) -> int:
-        """Bytes of it that a step reads."""
+        """Return the bytes of everything but experts that a step reads."""
         return self.token_weights * ITEM - self._saved(bits)
 
     def _saved(self, bits: int) -> int:
-        """Bytes that ``dense`` saves; an output head that is the embedding, too, keeps its 16 bits."""
+        """Return the bytes that ``dense`` saves.
+
+        An output head that is also the embedding keeps its 16 bits.
+        """
         tied = self.dense_weights == self.token_weights
         return (self.token_weights - tied * self.vocabulary * self.hidden) * (16 - bits) // 8
 
@@ -73,15 +76,24 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """Return the sizes of a model, as ``config_folder`` finds it; ConfigError if it has no experts."""
+    """Return the sizes of a model, as ``config_folder`` finds it.
+
+    Raises:
+        ConfigError: it has no experts.
+    """
     folder = config_folder(model)
     config = read_config(folder)
     return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
 
 
 def config_folder(model: str) -> Path:
-    """Return a model's folder, or one with its config.json from the Hugging Face hub; ConfigError if that is not to be
-    had."""
+    """Return a model's folder, or one with its config.json from the hub.
+
+    The hub is Hugging Face's, or ModelScope where vLLM uses that.
+
+    Raises:
+        ConfigError: there is no folder, and config.json cannot be fetched.
+    """
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
@@ -95,7 +107,10 @@ def config_folder(model: str) -> Path:
 
 
 def _fetch_config(model: str) -> Path:
-    """Return the folder of a model's config.json, from ModelScope where vLLM would take the model from there."""
+    """Return the folder of a model's config.json.
+
+    It comes from ModelScope where vLLM would take the model from there.
+    """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
         from modelscope.hub.snapshot_download import snapshot_download
 

@@ -1,4 +1,6 @@
-"""A model on several ranks: what each rank holds, reads and sends; every rank has its own link or a share of one.
+"""A model on several ranks: what each rank holds, reads and sends.
+
+Every rank has its own link or a share of one.
 
 If ``n`` ranks share the experts, a rank has E/n of them and a token uses k/n of them there. Data-parallel engines
 gather each other's rows before the experts and add up after them; tensor-parallel ranks add up after attention and
@@ -78,9 +80,13 @@ class Ranks:
         return replace(card, link=card.link / self.per_switch, decides=card.decides and not self.meets)
 
     def sent(self, model: ModelShape, tokens: int) -> tuple[float, float]:
-        """Return the bytes that a rank receives and sends in a step: within its node, and from other nodes.
+        """Return the bytes that a rank exchanges in a step.
 
-        ``tokens`` is the number of tokens of each engine.
+        Args:
+            tokens: number of tokens of each engine.
+
+        Returns:
+            bytes within its node, and bytes from other nodes.
         """
         row, near, far = model.hidden * ITEM, 0.0, 0.0
         if self.meets:
@@ -101,7 +107,10 @@ class Ranks:
         return near / self.device(card).link + (far / each if far else 0.0)
 
     def whole(self, row: Choice, model: ModelShape, card: Device, batch: int, prompt: int) -> Choice:
-        """Return what was planned for one rank plus the time that a token waits for all stages and the other ranks."""
+        """Return what was planned for one rank, with the time for all ranks.
+
+        A token also waits for all stages and for transfers between ranks.
+        """
         return replace(
             row,
             tpot=self.pp * row.tpot + self.seconds(model, card, batch),
@@ -119,9 +128,12 @@ class Ranks:
         return "".join(said) + " --enable-expert-parallel" * self.ep
 
     def for_engines(self) -> dict[str, Any]:
-        """Return arguments for vLLM's ``LLM``, which starts ranks on other machines through Ray.
+        """Return arguments for vLLM's ``LLM``.
 
-        ConfigError for settings that are refused or cannot be started from here.
+        It starts ranks on other machines through Ray.
+
+        Raises:
+            ConfigError: settings are refused, or cannot be started from here.
         """
         self._check_sizes()
         if self.nodes > 1 and self.dp > 1:

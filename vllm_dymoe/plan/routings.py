@@ -1,4 +1,7 @@
-"""What routers chose, cut down to what a plan replays of it: a few layers, and some steps of one batch."""
+"""What routers chose, cut down to what a plan replays of it.
+
+That is a few layers, and some steps of one batch.
+"""
 
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +23,10 @@ _COLD = 4  # one of so many steps fills the cache and is not counted
 
 
 class Routings:
-    """What routers chose in some layers of a model, step by step; a step has a token of each of `batch` requests."""
+    """What routers chose in some layers of a model, step by step.
+
+    A step has a token of each of ``batch`` requests.
+    """
 
     def __init__(self, trace: Trace, batch: int = 1, ranks: int = 1) -> None:
         self.header, self.batch, self.ranks = trace.header, batch, ranks
@@ -34,7 +40,7 @@ class Routings:
         self.trace = replace(trace, **own, router_inputs=None, next_gate=None, gates=None, fates=None)
 
     def spread(self, ranks: int) -> "Routings":
-        """The same for a rank of so many that share out the experts."""
+        """Return the same choices for so many ranks that share out the experts."""
         return Routings(self.trace, self.batch, ranks)
 
     @cached_property
@@ -55,12 +61,15 @@ class Routings:
         return found[:first], found[first:]
 
     def prompt(self, tokens: int) -> Step:
-        """A chunk of a prompt, of any tokens that the trace has."""
+        """Return a chunk of a prompt, made of any tokens that the trace has."""
         return Step(np.arange(tokens) % self.trace.num_tokens, Phase.PREFILL, (0,))
 
 
 def made_up(header: ModelIdentity, batch: int) -> Routings:
-    """Choices where no trace was recorded: popularity falls with rank ** -SKEW, and tokens repeat some."""
+    """Return choices for a model without a recorded trace.
+
+    Popularity falls with rank ** -SKEW, and tokens repeat some of the choices before them.
+    """
     sizes = replace(header, num_layers=min(_LAYERS, header.num_layers))
     trace = synthetic_trace(sizes, requests=max(2, batch), prompt=1, decode=_STEPS, skew=SKEW, locality=LOCALITY)
     return Routings(trace, batch)

@@ -1,7 +1,8 @@
-"""A simulator of schedules: the time to serve a recorded routing on a device, with the real planner and policies.
+"""A simulator of schedules: the time to serve a recorded routing on a device.
 
-The table, the rule, precisions, predictors, paces and high sets are those that serve. Only time is computed: copies,
-kernels, CPU execution, the host's work and questions to predictors are charged to five timelines,
+The planner and the policies are the real ones: the table, the rule, precisions, predictors, paces and high sets are
+those that serve. Only time is computed: copies, kernels, CPU execution, the host's work and predictions are charged to
+five timelines,
 
     host    | plan a layer .. start its copies .. predict | ...
     disk    | experts that host memory has no room for | ...
@@ -47,7 +48,7 @@ _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a CPU; second
 
 
 def _sharing(formats: Mapping[int, ExpertFormat], options: Options, device: Device) -> Ints:
-    """What fetching and executing a miss cost, as ``Table.cpu_costs``."""
+    """Return the costs of fetching and executing a miss, as ``Table.cpu_costs``."""
     first = {fmt.encoding.tag: fmt.whole_nbytes / device.host for fmt in formats.values()}
     rates = Rates(device.link, first, {tag: s * _NEXT_ROW for tag, s in first.items()}, _ROUND_TRIP, 0, "planned")
     return sharing_costs({HIGH: formats.get(options.high), LOW: formats.get(options.low)}, rates, options.misses_rows)
@@ -86,7 +87,10 @@ def sessions(trace: Trace, batch: int = 1, requests: Sequence[int] | None = None
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that determine time; routing comes from the trace, all of whose layers have experts."""
+    """Sizes that determine time.
+
+    Routing comes from the trace, all of whose layers have experts.
+    """
 
     experts: ModelExperts  # the trace's layers and experts, with the sizes of the simulated model
     attention: int  # bytes of each layer's weights outside of experts
@@ -116,7 +120,10 @@ class Result:
     peak: int = 0  # bytes of device memory: weights outside of experts, slots and predictor
 
     def of(self, phase: Phase) -> NDArray[np.float64]:
-        """Return the seconds of a phase's steps; for prompts this is the time to the first token."""
+        """Return the seconds of a phase's steps.
+
+        For prompts they are the time to the first token.
+        """
         return np.array([s for s, step in zip(self.seconds, self.steps, strict=True) if step.phase is phase])
 
     def end_to_end(self) -> dict[int, float]:
@@ -145,7 +152,13 @@ class Result:
 
 
 def run_ranks(simulators: Sequence["Simulator"], steps: Iterable[Step], *, measured: bool = True) -> list[Result]:
-    """Serve steps on ranks that share out the experts, all of which meet behind every layer; each one's result."""
+    """Serve steps on ranks that share out the experts, and return their results.
+
+    All ranks wait for each other after every layer.
+
+    Args:
+        measured: False for warm-up steps, which the ranks' own results do not include.
+    """
     before = [rank.result for rank in simulators]
     for rank in simulators:
         rank.result = Result(peak=rank.result.peak)
@@ -184,8 +197,12 @@ class _Copy:
 
 
 class Simulator:
-    """Serves steps of a trace on a device. ``fetches_all`` does not cancel what was predicted in vain (MoESys). A rank
-    that has some of the experts has those of the model from ``first_expert`` on."""
+    """Serves steps of a trace on a device.
+
+    Args:
+        fetches_all: do not cancel what was predicted in vain (MoESys).
+        first_expert: number in the model of the first of this rank's experts, which are consecutive.
+    """
 
     def __init__(
         self, trace: Trace, model: Model, options: Options, policy: Policy, device: Device, costs: Costs, limit: int,
@@ -245,7 +262,11 @@ class Simulator:
     # -- steps ------------------------------------------------------------------------------------
 
     def run(self, steps: Iterable[Step], *, measured: bool = True) -> Result:
-        """Serve steps and return the result, which is empty for warm-up steps (``measured`` False)."""
+        """Serve steps and return the result.
+
+        Args:
+            measured: False for warm-up steps, which the simulator's own result does not include.
+        """
         return run_ranks([self], steps, measured=measured)[0]
 
     def _begin(self, step: Step) -> None:
@@ -344,7 +365,10 @@ class Simulator:
         self, active: Ints, codes: NDArray[np.int8], places: Ints, ahead: dict[int, list[_Copy]], decided: float,
         *, graph: bool,
     ) -> list[_Copy]:  # fmt: skip
-        """Return the copies that a layer waits for, prefetched ones first; their projections are not enqueued."""
+        """Return the copies that a layer waits for, prefetched ones first.
+
+        Their projections are not enqueued yet.
+        """
         found = [copy for copies in ahead.values() for copy in copies]
         have = {(copy.expert, copy.code) for copy in found}
         each = self.costs.graph_miss if graph else self.costs.host_miss
@@ -362,9 +386,10 @@ class Simulator:
         return found
 
     def _host_memory(self, formats: Mapping[int, ExpertFormat]) -> Table | None:
-        """What a host cache keeps, of what the device asks it for; None where it has room for everything.
+        """Return the table of what a host cache keeps.
 
-        Both together keep about what one memory of both sizes would.
+        It keeps some of what the device asks it for; None if it has room for everything. Both together keep about what
+        one memory of both sizes would.
         """
         experts, held = self.model.experts, self.device.host_memory
         if held is None or held >= experts.stored_nbytes:
@@ -390,7 +415,11 @@ class Simulator:
                 copy.issued = self._disk
 
     def _compute(self, done: float, copies: list[_Copy], work: dict[int, float], streamed: set[int]) -> list[float]:
-        """Fetch misses and compute them as they arrive; return the end time of each expert."""
+        """Fetch misses and compute them as they arrive.
+
+        Returns:
+            the end time of each expert, in seconds.
+        """
         ends: list[float] = []
         residency, staged = self.policy.residency, deque[float]()
         slots = max(1, self._staging)
@@ -497,7 +526,10 @@ class Simulator:
 
 
 class _Moves:
-    """The high set of a policy that moves versions between steps, as in ``cache.migration``."""
+    """The high set of a policy that moves versions between steps.
+
+    It works as in ``cache.migration``.
+    """
 
     def __init__(self, simulator: Simulator) -> None:
         self._sim, table = simulator, simulator.table

@@ -1,8 +1,9 @@
-"""How to serve a model on a machine: a pure function of both, and of what the user's arguments leave open.
+"""How to serve a model on a machine.
 
-Every combination of what is open is a candidate: policy and precision, 8-bit dense layers, the type of the KV cache,
-and whether the CPU computes misses. All are planned with the KV cache and the experts that fit beside each other. The
-fastest whose answers are good enough wins; of those within a twentieth, the one that changes least.
+The choice is a pure function of both, and of what the user's arguments leave open. Every combination of what is open
+is a candidate: policy and precision, 8-bit dense layers, the type of the KV cache, and whether the CPU computes
+misses. All are planned with the KV cache and the experts that fit at the same time. The fastest whose answers are good
+enough wins; of those within a twentieth, the one that changes least.
 """
 
 import itertools
@@ -77,7 +78,11 @@ class Start:
 
 
 def read_model(name: str) -> Model:
-    """Read a folder's config.json, or the hub's; ConfigError or CheckpointError if it cannot be served."""
+    """Read the config.json of a folder, or of a model on the hub.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be served.
+    """
     folder, shape = config_folder(name), read_shape(name)
     said = read_config(folder).get("quantization_config") or {}
     if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
@@ -135,7 +140,10 @@ class Planner:
         )
 
     def _all_setups(self) -> Iterator[_Setup]:
-        """Every combination of what is open; those that cannot be served are left out."""
+        """Yield every combination of what is open.
+
+        Those that cannot be served are left out.
+        """
         asked, model, seen = self.asked.options, self.model, set[str]()
         dense = (16,) if model.quantized else (16, 8)
         kinds = ("auto", "fp8") if self.on_gpu and model.shape.kv_heads > 1 else ("auto",)
@@ -160,7 +168,7 @@ class Planner:
             yield _Setup(given, kind, options, self.shape.packed(tuple(options.stored_bits), options.group_size))
 
     def routings(self, batch: int) -> Routings:
-        """Made-up choices of the model's routers, for so many requests."""
+        """Return synthetic choices of the model's routers, for so many requests."""
         if batch not in self._routings:
             whole, ranks = self.model.shape, self.asked.ranks
             sizes = whole.experts, whole.top_k, whole.hidden
@@ -171,9 +179,14 @@ class Planner:
         return self._routings[batch]
 
     def plan(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned:
-        """Plan a candidate for so many requests of ``length`` tokens, of which a step reads ``cached``.
+        """Plan a candidate for so many requests.
 
-        ConfigError if it does not fit.
+        Args:
+            length: tokens of each request.
+            cached: tokens of each request's KV cache that a step reads.
+
+        Raises:
+            ConfigError: the candidate does not fit.
         """
         options, experts, shape = setup.options, setup.experts, self.shape
         kv_share = _KV_SHARES.get(setup.kv_cache_dtype, 0.5 if "8" in setup.kv_cache_dtype else 1.0)
@@ -221,7 +234,13 @@ class Planner:
         )
 
     def kv_space(self, kv_cache: int) -> int:
-        """Bytes of a CPU's KV cache: as many as it is told, in whole GiB. ConfigError if experts would lack them."""
+        """Return the bytes of a CPU's KV cache.
+
+        They are what the user set; otherwise ``kv_cache`` in whole GiB.
+
+        Raises:
+            ConfigError: experts would lack them.
+        """
         if self.asked.kv_cache_space is not None:
             return int(self.asked.kv_cache_space * 2**30)
         space = max(1, -(-kv_cache // 2**30)) << 30
@@ -232,7 +251,7 @@ class Planner:
         return space
 
     def tried(self, setup: _Setup, length: int, requests: int, cached: int = _CACHED) -> Planned | None:
-        """As ``plan``; None if it does not fit."""
+        """Return the result of :meth:`plan`; None if the candidate does not fit."""
         key = id(setup.options), setup.kv_cache_dtype, length, requests, cached
         if key not in self._planned:
             try:
@@ -247,7 +266,10 @@ class Planner:
         return [*(length for length in _LENGTHS if length < self.longest), self.longest]
 
     def length(self, setup: _Setup) -> int:
-        """The user's context; else the longest whose KV cache leaves experts nine tenths of the speed."""
+        """Return the context length for a candidate.
+
+        It is the user's; otherwise the longest whose KV cache leaves experts nine tenths of the speed.
+        """
         if self.asked.max_model_len is not None:
             return self.longest
         planned = [(length, found) for length in self.lengths if (found := self.tried(setup, length, self.requests))]
@@ -257,10 +279,13 @@ class Planner:
         return max(length for length, found in planned if found.choice.tpot <= slowest)
 
     def candidates(self, *, all_of_them: bool = False) -> list[tuple[_Setup, int, Planned]]:
-        """Candidates that fit, with the context that each was planned for; ConfigError if none does.
+        """Return candidates that fit, with the context that each was planned for.
 
-        Policies and precisions are planned as they are first. Only for those that are nearly as fast as the fastest
-        everything else is tried, unless ``all_of_them`` are asked for.
+        First one candidate of each policy and precision is planned. Everything else that is open is tried only for
+        those that are nearly as fast as the fastest, unless ``all_of_them`` are asked for.
+
+        Raises:
+            ConfigError: no candidate fits.
         """
         setups = self._setups
         if not setups:
@@ -292,12 +317,12 @@ class Planner:
         return found
 
     def good(self, setup: _Setup, choice: Choice) -> bool:
-        """Whether its precision is good enough, or not ours to choose."""
+        """Return whether a precision is good enough, or not ours to choose."""
         told = {**self.model.fixed, **self.asked.options}.keys()
         return bool(told & {"high", "low", "quantizer"}) or (choice.agreement or 0) >= GOOD_ENOUGH
 
     def chosen(self) -> tuple[_Setup, int, Planned]:
-        """The best candidate: see the module."""
+        """Return the best candidate; the module says which that is."""
         found = [one for one in self.candidates() if self.good(one[0], one[2].choice)]
         if not found:
             raise ConfigError("nothing whose answers are good enough fits; lower --max-model-len or --max-num-seqs.")
@@ -345,7 +370,10 @@ def _default(option: str) -> Any:
 
 
 def _budget(planner: Planner, setup: _Setup, planned: Planned) -> dict[str, Any]:
-    """The budget, and where experts lie: on a CPU slots are no faster than memory, so that a few do."""
+    """Return the budget, and where experts are.
+
+    On a CPU slots are no faster than memory, so a few of them are enough.
+    """
     if not planner.on_gpu:
         return {"expert_budget": "top-k", "host_store": "pinned"} if planned.complete else {}
     keeps = make_policy(setup.options).residency.keeps

@@ -27,7 +27,10 @@ LOW_VERSION = 8  # added to a recorded action if the expert was computed in its 
 
 
 class Cost(IntEnum):
-    """Columns of :attr:`Table.cpu_costs`, for each version; in nanoseconds unless noted."""
+    """Columns of :attr:`Table.cpu_costs`, for each version.
+
+    Values are in nanoseconds unless noted.
+    """
 
     LINK = 0  # to fetch the version, or the slice; in the row ABSENT: a round trip to the CPU worker
     FIRST_ROW = 1  # CPU execution with one row; 0 if the CPU never executes the version

@@ -1,9 +1,10 @@
-"""Hotness of experts over long stretches of traffic, and the choice of the high ones (DynaExq 3.5).
+"""Hotness of experts over long stretches of traffic, and the high set.
 
-Hotness is an exponential average over windows of time, in multiples of an even share: if a router has no favourites,
-every expert has hotness 1, whatever the model's size and the number of tokens. It counts either uses (as in the paper)
-or squared gates, the squares of an expert's shares of its tokens' routing weights: the error that a low version adds to
-an output is proportional to that share, so the squared error is proportional to its square.
+The choice of the high experts is DynaExq's (3.5). Hotness is an exponential average over windows of time, in multiples
+of an even share: if a router has no favourites, every expert has hotness 1, whatever the model's size and the number of
+tokens. It counts either uses (as in the paper) or squared gates, the squares of an expert's shares of its tokens'
+routing weights: the error that a low version adds to an output is proportional to that share, so the squared error is
+proportional to its square.
 
 A *margin* keeps the high set from oscillating: an expert replaces another only if it is hotter by more than the margin.
 Further damping (slack in ranks, agreement of several windows) kept the set from following traffic (benchmarks/LOG.md).
@@ -31,16 +32,17 @@ class Swap(NamedTuple):
 
 
 def averaged(score: NDArray[np.float64], counts: NDArray[np.int64], alpha: float) -> NDArray[np.float64]:
-    """Return hotness, float64 [layers, experts], after one more window of counts, int64, with weight ``alpha``.
+    """Return hotness after one more window of counts: float64 [layers, experts].
 
-    A layer without counts keeps its hotness. A layer without hotness (all zeros) takes over the window's.
+    ``counts`` is int64 and has the weight ``alpha``. A layer without counts keeps its hotness. A layer without hotness
+    (all zeros) takes over the window's.
     """
     shares, known = even_shares(counts), score.any(1, keepdims=True)
     return np.where(counts.any(1, keepdims=True), np.where(known, score + alpha * (shares - score), shares), score)
 
 
 def usable(weights: Tensor) -> Tensor:
-    """Return which routing weights count in statistics, bool with the shape of ``weights``.
+    """Return which routing weights count in statistics: bool, shaped like ``weights``.
 
     NaN, infinite and absurdly large weights, which one request can cause, must not affect how later requests are
     served.
@@ -49,10 +51,10 @@ def usable(weights: Tensor) -> Tensor:
 
 
 def squared_gates(weights: Tensor) -> Tensor:
-    """Return each choice's squared share of its token's routing weights, int64 like ``weights`` [..., top_k].
+    """Return each choice's squared share of its token's routing weights.
 
-    The unit is 1 / GATE_UNIT. Integer sums do not depend on the order of additions, so ranks agree on which experts are
-    hot. A token with an unusable weight gets zeros.
+    The result is int64 and shaped like ``weights``, [..., top_k]. The unit is 1 / GATE_UNIT. Integer sums do not depend
+    on the order of additions, so ranks agree on which experts are hot. A token with an unusable weight gets zeros.
     """
     exact = weights.double()  # float64, so that the order of the sum does not matter
     share = exact / exact.sum(-1, keepdim=True).clamp(min=1e-9)
@@ -66,13 +68,18 @@ def even_shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def hottest(score: NDArray[np.float64], places: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return the ``places`` hottest experts of each layer, bool [layers, experts]; among equals the first win."""
+    """Return the hottest experts of each layer: bool [layers, experts].
+
+    ``places`` is the number of them in each layer; among equals the first win.
+    """
     ranks = np.argsort(np.argsort(-score, axis=1, kind="stable"), axis=1, kind="stable")
     return ranks < places[:, None]
 
 
 def swaps(score: NDArray[np.float64], high: NDArray[np.bool_], places: int, margin: float) -> list[Swap]:
-    """Return the changes that turn the high set into the hottest experts of all layers, largest gain first.
+    """Return the changes that make the hottest experts of all layers high.
+
+    The largest gain comes first.
 
     Args:
         score: float64 [layers, experts], hotness times the worth of the high version.
@@ -99,7 +106,11 @@ def swaps(score: NDArray[np.float64], high: NDArray[np.bool_], places: int, marg
 def layer_swaps(
     score: NDArray[np.float64], high: NDArray[np.bool_], places: NDArray[np.int64], margin: float
 ) -> list[Swap]:
-    """Return the changes that turn each layer's high set into its own hottest experts, int64 [layers] ``places``."""
+    """Return the changes that make each layer's hottest experts high.
+
+    ``places``, int64 [layers], is the number of high experts of each layer; other arguments and the order are those of
+    :func:`swaps`.
+    """
     found = []
     for layer, (of_layer, held, count) in enumerate(zip(score, high, places.tolist(), strict=True)):
         for gain, up, down in swaps(of_layer[None], held[None], count, margin):

@@ -21,7 +21,10 @@ _SCORES_AT_ONCE = 1 << 20
 
 
 class Importance(NamedTuple):
-    """Importance of the experts that one phase's tokens use; integers, so the order of additions does not matter."""
+    """Importance of the experts that one phase's tokens use.
+
+    Values are integers, so that the order of additions does not matter.
+    """
 
     used: Ints  # int64 [n], the experts, ascending
     hits: Ints  # int64 [n], heavy hitters among the tokens that use each (Eq. 2); 0 in decode
@@ -29,7 +32,10 @@ class Importance(NamedTuple):
     counted: NDArray[np.bool_]  # bool [n], whether any of its tokens has a usable weight
 
     def first(self, count: int) -> NDArray[np.bool_]:
-        """Return the ``count`` most important experts, bool [n]; among equals the lower numbers win."""
+        """Return the ``count`` most important experts: bool [n].
+
+        Among equals the lower numbers win.
+        """
         chosen = np.zeros(len(self.used), bool)
         chosen[np.lexsort((-self.sums, -self.hits))[:count]] = True
         return chosen
@@ -38,7 +44,9 @@ class Importance(NamedTuple):
 def importance(
     expert_ids: Tensor, weights: Tensor, experts: int, prompt: PromptTokens | None = None
 ) -> tuple[Importance, Importance]:
-    """Return the importance for the prompts' tokens and for the decoded tokens; waits for the device once.
+    """Return the importance for tokens of prompts, and for decoded tokens.
+
+    Waits for the device once.
 
     Args:
         expert_ids: int [tokens, top_k], negative where another rank has the expert.
@@ -69,13 +77,13 @@ def importance(
 def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
     """Return the experts that at least one phase wants high.
 
+    Experts without a usable weight do not count as active; they are high only if all others are.
+
     Args:
         phases: importance for each phase.
         thresholds: one per phase, updated here; experts above it are high. If empty, the most important experts are
             high.
         critical: returns how many of a number of active experts are high; used without thresholds.
-
-    Experts without a usable weight do not count as active; they are high only if all others are.
     """
     high: set[int] = set()
     for number, phase in enumerate(phases):
@@ -91,9 +99,10 @@ def high_experts(phases: Sequence[Importance], thresholds: Sequence[Ints], criti
 
 
 def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callable[[int], int]) -> set[int]:
-    """Return the high experts of a layer's step on this rank, by the rank's own numbers; see :func:`high_experts`.
+    """Return the high experts of a layer's step, by this rank's own numbers.
 
-    Ranks that share a layer's experts choose among all of them, so they agree on the high ones.
+    See :func:`high_experts`. Ranks that share a layer's experts choose among all of them, so they agree on the high
+    ones.
     """
     everywhere = routing.global_ids
     if everywhere is None:
@@ -104,9 +113,10 @@ def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callabl
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
-    """Set ``heavy`` for the ``share`` of tokens with the most attention (T_imp of Eq. 2), rounded up.
+    """Mark the tokens with the most attention as heavy hitters (T_imp of Eq. 2).
 
-    ``mass`` is float32 [tokens]; ``heavy`` is bool [tokens] and must be all false.
+    Marks a ``share`` of the tokens, rounded up. ``mass`` is float32 [tokens]; ``heavy`` is bool [tokens] and must be
+    all false.
     """
     count = min(mass.shape[0], math.ceil(share * mass.shape[0] - 1e-9))
     heavy.index_fill_(0, mass.topk(count, sorted=False).indices, True)
@@ -115,10 +125,10 @@ def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:
 def attention_mass(
     query: Tensor, key: Tensor, scale: float, window: int, reach: int | None = None, at_once: int = _SCORES_AT_ONCE
 ) -> Tensor:
-    """Return the attention that each token gets, averaged over heads (Eq. 1): float32 [tokens] with sum 1.
+    """Return the attention that each token gets (Eq. 1): float32 [tokens] with sum 1.
 
-    The paper sums over a whole prompt. Here the last ``window`` queries stand for all: they have seen every token, and
-    the cost grows linearly with the number of tokens.
+    Attention is averaged over heads. The paper sums over a whole prompt. Here the last ``window`` queries stand for
+    all: they have seen every token, and the cost grows linearly with the number of tokens.
 
     Args:
         query: [tokens, heads, dim], with positional encoding.
@@ -151,7 +161,10 @@ def attention_mass(
 
 @functools.lru_cache(maxsize=8)
 def _hidden(asked: int, tokens: int, reach: int | None, device: torch.device) -> Tensor:
-    """Return which of the last tokens each of the last queries must not see: bool [asked, tokens]."""
+    """Return which tokens each query must not see: bool [asked, tokens].
+
+    The last ``asked`` queries are compared with the last ``tokens`` tokens.
+    """
     places = torch.arange(tokens, device=device)
     own = places[-asked:].unsqueeze(1)
     hidden = places > own

@@ -1,9 +1,10 @@
-"""The planner of large-batch steps, with NumPy: the plain twin of ``kernels/triton/large_batch.py``, bit for bit.
+"""The planner of large-batch steps, with NumPy.
 
-Whether an expert is admitted is decided as in any step (``small_batch``). In a large batch nearly every expert is
-active, so the link is the bottleneck. Misses are streamed in *groups*, which use the two halves of the staging slots in
-turn: while one group is computed, the next is copied. The number of groups follows from sizes alone, so the host can
-enqueue all launches before anything is known; the device writes here which experts are in which group.
+This is the plain twin of ``kernels/triton/large_batch.py``, bit for bit. Whether an expert is admitted is decided as in
+any step (``small_batch``). In a large batch nearly every expert is active, so the link is the bottleneck. Misses are
+streamed in *groups*, which use the two halves of the staging slots in turn: while one group is computed, the next is
+copied. The number of groups follows from sizes alone, so the host can enqueue all launches before anything is known;
+the device writes here which experts are in which group.
 
   group 0      resident: hits, and what was copied ahead while the layer before was computed
   group 1      admitted: what the layer keeps from now on
@@ -74,12 +75,18 @@ class LargeBatchShape:
 
     @property
     def scratch(self) -> int:
-        """Scratch elements of a plan; with marks, pairs of prompts and of heavy hitters are counted as well."""
+        """Scratch elements of a plan.
+
+        With marks, pairs of prompts and of heavy hitters are counted as well.
+        """
         return 3 * experts_width(self.experts) + (3 if self.marked else 1) * self.counted
 
     @property
     def counted(self) -> int:
-        """Scratch elements of one count: sizes and sums (int64) of each chunk, and the pairs' numbers."""
+        """Scratch elements of one count.
+
+        One count takes sizes and sums (int64) of each chunk, and the pairs' numbers.
+        """
         return 3 * self.chunks * experts_width(self.experts) + self.positions + self.positions % 2
 
     def spans(self, group: int) -> slice:
@@ -88,7 +95,10 @@ class LargeBatchShape:
         return slice(self.slices * first, self.slices * (first + (self.items if group == ADMITTED else self.half)))
 
     def work_items(self, group: int, steps: Sequence[int]) -> list[int]:
-        """Return the most work items of a group in each class; classes are by positions of an expert."""
+        """Return the most work items that a group can have in each class.
+
+        Classes are by positions of an expert.
+        """
         room = self.items if group < STREAMED else min(self.half, self.items)
         most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
@@ -117,10 +127,10 @@ class LargeBatchWork:
         )
 
     def with_own_spans(self) -> Self:
-        """Return the same work with its own list of copies, for layers of the other parity.
+        """Return the same work with its own list of copies, for the other parity.
 
         A layer's last copies bring experts of the next layer: the copy stream may still read their list while the next
-        layer writes its own.
+        layer, whose parity is the other one, writes its own.
         """
         return replace(self, spans=torch.zeros_like(self.spans))
 
@@ -154,10 +164,11 @@ def plan_large_batch(
     table: Table, layer: int, ids: Tensor, plan: LayerPlan, shape: LargeBatchShape, half: int, ahead: int,
     steps: Sequence[int], large: LargeBatchWork,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Write groups, copies and work lists of a planned step; return the group of each item, int64.
+    """Write groups, copies and work lists of a planned step.
 
-    Experts with few positions come first, so that the decode kernels need little scratch. Experts that the next layer
-    does not hold are copied ahead into half of the staging slots, before that layer is routed.
+    Returns the group of each item, int64. Experts with few positions come first, so that the decode kernels need little
+    scratch. Experts that the next layer does not hold are copied ahead into half of the staging slots, before that
+    layer is routed.
 
     Args:
         table: on a CPU, like all other arguments. Experts copied ahead for this layer are forgotten; ``staged`` and

@@ -1,8 +1,8 @@
-"""Holds the share of the time that steps wait for the link, by moving the thresholds above which they fetch.
+"""Limits the share of the time that steps wait for the link.
 
-An integral controller: every EVERY steps the thresholds move by GAIN times the difference between the measured and the
-allowed share of waiting time. They stay between 0, where everything is fetched, and MOST, which no single token's
-expert exceeds, so the controller never winds up.
+An integral controller moves the thresholds above which steps fetch: every EVERY steps they move by GAIN times the
+difference between the measured and the allowed share of waiting time. They stay between 0, where everything is fetched,
+and MOST, which no single token's expert exceeds, so the controller never winds up.
 """
 
 import time

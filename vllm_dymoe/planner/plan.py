@@ -1,8 +1,9 @@
-"""The plan of one layer's step: the experts to compute, their rows, bytes and precision, and what is kept.
+"""The plan of one layer's step: what is computed, from where, and what is kept.
 
-A planner writes it and executors carry it out; nothing else passes between the two. With device-side planning every
-column is on the device, written by a GPU planner or its NumPy twin. A plan made on the host says which bytes are
-missing, but gets their places only as slots are filled: a free slot is known when its transfer starts.
+It lists experts, their rows, bytes and precision. A planner writes it and executors carry it out; nothing else passes
+between the two. With device-side planning every column is on the device, written by a GPU planner or its NumPy twin. A
+plan made on the host says which bytes are missing, but gets their places only as slots are filled: a free slot is known
+when its transfer starts.
 """
 
 # ruff: noqa: RUF009
@@ -83,7 +84,10 @@ class LayerPlan:
     def allocate(
         cls, tokens: int, top_k: int, experts: int, device: torch.device | str, *, slices: int = 1, scratch: int = 0
     ) -> Self:
-        """Allocate for up to ``tokens`` rows, padding included; ``scratch`` is needed for large batches."""
+        """Allocate a plan for up to ``tokens`` rows, padding included.
+
+        ``scratch`` is needed for large batches.
+        """
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k) + (scratch > 0)) | {"slices": slices}
         sizes["scratch"] = scratch or scratch_size(tokens, top_k, experts)
         made: dict[str, Any] = {}
@@ -96,7 +100,9 @@ class LayerPlan:
     def on_host(
         cls, grouped: Grouped, experts: Ints, wanted: NDArray[np.int8], places: Ints, *, row_for_each_pair: bool = False
     ) -> Self:
-        """Return the plan of a host-planned step, with items in ascending order of experts.
+        """Return the plan of a host-planned step.
+
+        Items are in ascending order of experts.
 
         Args:
             grouped: all pairs of the step.
@@ -113,7 +119,10 @@ class LayerPlan:
 
     @classmethod
     def of_experts(cls, grouped: Grouped, views: Sequence[PackedExpert | None] = ()) -> Self:
-        """Return a plan that computes all experts of a step high, made without a planner; ``views`` by item."""
+        """Return a plan that computes all experts of a step high, without a planner.
+
+        ``views`` are by item.
+        """
         n = len(grouped.experts)
         plan = cls.on_host(grouped, np.array(grouped.experts), np.full(n, HIGH, np.int8), np.full((1, n), HIT))
         plan.views[: len(views)] = views
@@ -130,20 +139,25 @@ class LayerPlan:
 
     @property
     def wanted(self) -> dict[int, Precision]:
-        """Return the precision of each expert of a host-made plan, in the order of items."""
+        """The precision of each expert of a host-made plan, in the order of items."""
         return dict(zip(self.experts.tolist(), map(PRECISIONS.__getitem__, self.precisions.tolist()), strict=True))
 
     @property
     def on_cpu(self) -> list[int]:
-        """Return the items of a host-made plan that the CPU executes."""
+        """The items of a host-made plan that the CPU executes."""
         return (self.action == Action.CPU).any(0).nonzero()[0].tolist()
 
     def place(self, item: int, expert: PackedExpert) -> None:
-        """Set where an item's bytes are, or will be when it is computed; called once per item."""
+        """Set where an item's bytes are, or will be when it is computed.
+
+        Called once per item.
+        """
         self.views[item] = expert
 
     def actions(self, ids: Tensor, experts: int) -> Tensor:
-        """Return the recorded actions, uint8 [tokens, top_k], as in :func:`~.rule.actions_of`; waits for nothing.
+        """Return the recorded actions, as :func:`~.rule.actions_of`; waits for nothing.
+
+        The result is uint8 [tokens, top_k].
 
         Args:
             ids: int [tokens, top_k], for which the device has planned.
@@ -162,7 +176,10 @@ class LayerPlan:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def of(self, tokens: int, experts: int) -> Self:
-        """Return views of the part for steps of ``tokens`` rows in layers of ``experts`` experts."""
+        """Return views of the part for steps of ``tokens`` rows.
+
+        Layers have ``experts`` experts.
+        """
         top_k = self.computed.shape[1]
         sizes = _sizes(tokens, top_k, min(experts, tokens * top_k))
         parts: dict[str, Any] = {}

@@ -4,7 +4,10 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """The precision of an expert in one step; options say how many bits high and low have."""
+    """The precision of an expert in one step.
+
+    Options say how many bits high and low have.
+    """
 
     HIGH = "high"
     LOW = "low"

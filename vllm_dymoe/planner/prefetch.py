@@ -1,7 +1,8 @@
-"""Prefetch with device-side planning, with NumPy: the plain twin of ``kernels/triton/prefetch.py``, bit for bit.
+"""Prefetch with device-side planning, with NumPy.
 
-After a layer of a small-batch step was computed, the link is idle until the next layer has been routed. Meanwhile
-predicted experts of the next layer are copied into staging slots:
+This is the plain twin of ``kernels/triton/prefetch.py``, bit for bit. After a layer of a small-batch step was computed,
+the link is idle until the next layer has been routed. Meanwhile predicted experts of the next layer are copied into
+staging slots:
 
   compute stream | plan L | compute L |   attention, router   | plan L+1 | compute L+1 | ...
   branch                  | predict   | list | copies for L+1 | stops
@@ -35,7 +36,10 @@ MOST_AHEAD = 2  # layers that a device fetches for: an even and an odd one
 
 
 class PredictionCount(IntEnum):
-    """Columns of :attr:`PrefetchList.counts`: they count experts of layers for which there were predictions."""
+    """Columns of :attr:`PrefetchList.counts`.
+
+    Only experts of layers for which there were predictions count.
+    """
 
     ASKED = 0  # steps, not experts
     PREDICTED = auto()
@@ -47,7 +51,10 @@ class PredictionCount(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class PrefetchList:
-    """The copies of one layer's predicted experts, in the order in which they are made; what predictions were worth."""
+    """The copies of one layer's predicted experts, and what predictions were worth.
+
+    Copies are in the order in which they are made.
+    """
 
     copies: Tensor  # int64 [any, 5]: source, destination, bytes, place in ``Table.staged``, and what that says then
     count: Tensor  # int32 [1], number of copies
@@ -58,7 +65,10 @@ class PrefetchList:
 
     @classmethod
     def allocate(cls, experts: int, device: torch.device | str, *, layers: int = 1, slices: int = 1) -> Self:
-        """Allocate for the layers of a table; without experts for nothing."""
+        """Allocate for the layers of a table.
+
+        ``experts`` 0 allocates a list that can hold nothing.
+        """
         ints: Any = {"dtype": torch.int32, "device": device}
         longs: Any = {"dtype": torch.int64, "device": device}
         return cls(
@@ -74,11 +84,11 @@ class PrefetchList:
 def name_experts(
     table: Table, target: int, layer: int, scores: Tensor, rows: Tensor, asked: Tensor, numbers: Tensor
 ) -> None:
-    """Name the experts that a step's tokens would choose in a coming layer, the best first, in ``Table.predicted``.
+    """Write the experts that a step's tokens would choose into ``Table.predicted``.
 
-    A token chooses K experts of the largest scores; with several voters only those that each of P voters names
-    (FIRM-MoE Eqs. 5 and 6). Experts that more tokens choose come first, then those of larger sums of scores (DyMoE
-    Eq. 7). Scores are compared as they are, and added as integers.
+    They are named for a coming layer, the best first. A token chooses K experts of the largest scores; with several
+    voters only those that each of P voters names (FIRM-MoE Eqs. 5 and 6). Experts that more tokens choose come first,
+    then those of larger sums of scores (DyMoE Eq. 7). Scores are compared as they are, and added as integers.
 
     Args:
         table: on a CPU, like all other arguments.
@@ -144,10 +154,11 @@ def judge_predicted(table: Table, layer: int, ids: Tensor, rows: Tensor, listed:
 def list_predicted(
     table: Table, layer: int, rows: Tensor, projections: int, out: PrefetchList, look_ahead: int = 1
 ) -> None:
-    """List the copies of predicted experts that their layers do not hold, as many as there are slots for.
+    """List the copies of predicted experts that their layers do not hold.
 
-    A coming layer's half of ``Table.staged`` is rewritten: slot and version of each, and no projection until it has
-    arrived. What has arrived for the next layer since it was the second next one stays.
+    As many are listed as there are slots for. A coming layer's half of ``Table.staged`` is rewritten: slot and version
+    of each, and no projection until it has arrived. What has arrived for the next layer since it was the second next
+    one stays.
 
     Args:
         table: on a CPU, like all other arguments.
@@ -155,7 +166,7 @@ def list_predicted(
         rows: int32 [1], number of real tokens; if 0, nothing is listed.
         projections: how many projections of an expert are copied, gate first.
         out: overwritten.
-        look_ahead: 1, or 2 to list copies for the layer after the next one behind those for the next.
+        look_ahead: 1, or 2 to list copies for the layer after the next one, after those for the next.
     """
     host, listed, width = table.on_host(), 0, experts_width(table.experts)
     arrived = (host.staged[layer % 2, :, 2] > 0) & bool(look_ahead > 1 and host.staged_for[layer % 2] == layer)
@@ -198,26 +209,30 @@ def list_predicted(
 
 
 def _lacking(table: Table, held: int, code: int) -> tuple[int, ...]:
-    """Return the versions, or slices, that an expert lacks before it can serve as predicted."""
+    """Return the versions, or slices, that an expert lacks to serve as predicted."""
     if not table.nested:
         return () if held != ABSENT else (code,)
     return tuple(part for part in (LOW, HIGH) if held < part <= code)
 
 
 def publish(table: Table, place: int, projections: int) -> None:
-    """Say that so many projections of a listed copy have arrived."""
+    """Record that so many projections of a listed copy have arrived."""
     table.staged.view(-1)[place] = projections
 
 
 def prefetch_slots(staging: int) -> int:
-    """Return how many of ``staging`` slots predictions may fill; the others are for experts of several tokens."""
+    """Return how many of ``staging`` slots predictions may fill.
+
+    The others are for experts of several tokens.
+    """
     return staging - staging // 4
 
 
 def set_prefetch(table: Table, staging: Mapping[int, int], spare: Mapping[int, int] = _NONE) -> None:
-    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH; nothing is prefetched without any.
+    """Write ``Table.prefetch_slots`` for so many staging slots of LOW and HIGH.
 
-    Those that are ``spare`` belong to others, and no step streams through them either.
+    Nothing is prefetched without any. Those that are ``spare`` belong to others, and no step streams through them
+    either.
     """
     slots = [spare.get(code, prefetch_slots(staging.get(code, 0))) for code in (ABSENT, LOW, HIGH)]
     table.prefetch_slots.copy_(torch.tensor(slots, dtype=torch.int32))

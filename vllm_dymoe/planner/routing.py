@@ -1,4 +1,4 @@
-"""The routing of one layer in one step; copied from the device to the host at most once."""
+"""The routing of one layer in one step, copied to the host at most once."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ _UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, wh
 
 
 class RoutingError(ValueError):
-    """A router chose an expert that the model does not have; the message is for the user."""
+    """A router chose an expert that the model does not have.
+
+    The message is for the user.
+    """
 
     def __init__(self, layer: int, expert: int, experts: int, *, bounded: bool = False) -> None:
         beyond = (" or a lower one" if expert < 0 else " or a higher one") if bounded else ""
@@ -30,7 +33,10 @@ class RoutingError(ValueError):
 
 
 class Phase(Enum):
-    """Prefill if any request of the step still processes its prompt, even only its last token; otherwise decode."""
+    """The phase of a whole step.
+
+    A step is prefill if any of its requests still processes its prompt, even only its last token; otherwise decode.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -82,7 +88,10 @@ class Routing:
         return numbers - np.where(counts, 0, _UNUSABLE), counts
 
     def check(self, num_experts: int) -> None:
-        """Raise RoutingError for an id outside of the experts, which would read another expert's bytes, or none."""
+        """Raise RoutingError for an id that is not an expert's.
+
+        Such an id would read another expert's bytes, or none.
+        """
         for one in int(self.host_ids.max(initial=-1)), int(self.host_ids.min(initial=-1)):
             if one >= num_experts or one < -1:
                 raise RoutingError(self.layer, one, num_experts)
@@ -93,7 +102,10 @@ class Routing:
 
     @cached_property
     def uses(self) -> NDArray[np.int64] | None:
-        """Return how many tokens with usable weights chose each expert; None if all weights are usable."""
+        """How many tokens with usable weights chose each expert.
+
+        None if all weights are usable.
+        """
         ids, counts = self._told
         if counts.all():
             return None
@@ -102,9 +114,9 @@ class Routing:
 
     @cached_property
     def squared_gates(self) -> NDArray[np.int64]:
-        """Return sums of :func:`~.hotness.squared_gates` for each expert of this rank.
+        """Sums of :func:`~.hotness.squared_gates` for each expert of this rank.
 
-        The result reaches up to the largest id in the step.
+        The array ends at the largest id in the step.
         """
         gates = squared_gates(torch.from_numpy(self.host_weights)).flatten()
         places = torch.from_numpy(self.host_ids).flatten()
@@ -116,13 +128,19 @@ class Routing:
         return group_by_expert(self.host_ids)
 
     def own_experts(self, experts: Collection[int]) -> set[int]:
-        """Return those of the experts that this rank has; takes the router's numbers, returns the rank's own."""
+        """Return those of the experts that this rank has.
+
+        Takes the router's numbers, returns the rank's own.
+        """
         assert self.global_ids is not None
         everywhere, own = self.global_ids.cpu().numpy(), self.host_ids
         return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Return the experts' input, and the weights of their outputs; see ``weights_on_input``."""
+        """Return the experts' input, and the weights of their outputs.
+
+        See ``weights_on_input``.
+        """
         if not self.weights_on_input:
             return self.x, self.weights
         x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
@@ -130,7 +148,10 @@ class Routing:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """Return how many tokens chose each active expert of this rank, in ascending order of experts."""
+        """How many tokens chose each active expert of this rank.
+
+        Experts are in ascending order.
+        """
         bounds = self.grouped.bounds
         return {expert: bounds[n + 1] - bounds[n] for n, expert in enumerate(self.grouped.experts)}
 
@@ -140,7 +161,10 @@ class Routing:
 
 
 def group_by_expert(ids: NDArray[np.int64]) -> Grouped:
-    """Group the pairs of a step, ids [tokens, top_k], by expert; negative ids (other ranks', padding) are left out."""
+    """Group the pairs of a step by expert.
+
+    ``ids`` is [tokens, top_k]; negative ids (other ranks', padding) are left out.
+    """
     tokens, top_k = ids.shape
     if tokens == 1:  # decode of one request: skip the array sort and the tensor division
         numbers = ids[0].tolist()

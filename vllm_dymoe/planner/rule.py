@@ -1,4 +1,6 @@
-"""The planner's specification: what one layer does with the experts of one step, as a pure function of integers.
+"""The planner's specification: a layer's decisions in one step.
+
+What a layer does with the experts of a step is a pure function of integers.
 
 - The *score* of an expert is an aged use count: each step of the layer subtracts a share of every score, and adds a
   fixed amount for the experts that it uses.
@@ -37,7 +39,9 @@ _STEPS = 1 << 40  # more steps than a server can run, so score and step fit into
 def record_uses(
     score: Ints, used_at: Ints, active: Ints, wanted: NDArray[np.int8], step: int, aging: int = AGING
 ) -> None:
-    """Age a layer's scores by one step and count its uses; changes both arrays in place.
+    """Age a layer's scores by one step and count its uses.
+
+    Changes ``score`` and ``used_at`` in place.
 
     Args:
         score: int64 [slices, experts].
@@ -69,10 +73,11 @@ def decide(
     costs: Ints | None = None,  # int64 [3, 4], by precision and Cost
     ahead: Ints | None = None,  # int64 [slices, n], projections that were fetched ahead; None for none
 ) -> Ints:
-    """Decide the place of each expert that a step uses (DyMoE 4.4.2: no duplication, promotion, conservative reuse).
+    """Decide the place of each expert that a step uses.
 
-    Separate versions are one slice: an expert that is admitted in another version than it is held in gives up the old
-    one. Nested versions are two slices: a residual slice needs its base, is kept only with it, and is evicted with it.
+    The rules are DyMoE's (4.4.2: no duplication, promotion, conservative reuse). Separate versions are one slice: an
+    expert that is admitted in another version than it is held in gives up the old one. Nested versions are two slices:
+    a residual slice needs its base, is kept only with it, and is evicted with it.
 
     Args:
         reuse_high: whether a high version serves where a low one is wanted; with two slices it always does.
@@ -118,7 +123,9 @@ def decide(
 def actions_of(
     ids: Ints, active: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], places: Ints
 ) -> NDArray[np.uint8]:
-    """Return the action of each pair's expert: an Action, plus LOW_VERSION if it is computed low.
+    """Return the action of each pair's expert: uint8 [tokens, top_k].
+
+    LOW_VERSION is added to an Action if the expert is computed low.
 
     Args:
         ids: int64 [tokens, top_k], negative where another rank has the expert.
@@ -202,5 +209,8 @@ def _find_places(
 
 
 def coldest(score: Ints, used_at: Ints, among: Ints) -> int:
-    """Return the expert of ``among`` to evict: the coldest, then the least recently used, then the first."""
+    """Return the expert of ``among`` to evict.
+
+    The coldest is evicted, among equals the least recently used, then the first.
+    """
     return int(among[np.argmin(score[among] * _STEPS + used_at[among])])

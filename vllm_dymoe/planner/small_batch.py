@@ -1,6 +1,7 @@
-"""The planner for a whole layer, with NumPy: the plain twin of ``kernels/triton/planner.py``, bit for bit.
+"""The planner for a whole layer, with NumPy.
 
-In addition to the rule it chooses precisions (DyMoE 4.2 and 4.3), assigns slots, and writes the plan.
+This is the plain twin of ``kernels/triton/planner.py``, bit for bit. In addition to the rule it chooses precisions
+(DyMoE 4.2 and 4.3), assigns slots, and writes the plan.
 """
 
 from collections.abc import Collection
@@ -24,7 +25,9 @@ def plan_small_batch(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Plan a layer's step: update the table's rows and write the plan. Without real tokens the table does not change.
+    """Plan a layer's step: update the table's rows and write the plan.
+
+    Without real tokens the table's rows do not change.
 
     Args:
         table: tensors on a CPU, like all other arguments.
@@ -110,7 +113,7 @@ def _empty(plan: LayerPlan) -> None:
 def _choose(
     table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
 ) -> NDArray[np.int8]:
-    """Choose the version of each active expert, LOW or HIGH, and update the thresholds."""
+    """Choose LOW or HIGH for each active expert, and update the thresholds."""
     prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
     thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
     phases = importance(ids, weights, table.experts, prompt)
@@ -127,13 +130,19 @@ def slot_address(table: Table, layer: int, code: int, slot: int) -> int:
 
 
 def bytes_ahead(table: Table, layer: int, code: int, projections: int) -> int:
-    """Return the size in bytes of an expert's first projections, as they are fetched ahead."""
+    """Return the bytes of an expert's first projections when they are fetched ahead.
+
+    All projections together take the whole slot.
+    """
     whole = projections == PROJECTIONS
     return int(table.slot_bytes[layer, code] if whole else table.offsets[layer, code, projections])
 
 
 def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, int]:
-    """Return the slot that a missing version, or slice, was fetched ahead into, or -1, and how many projections."""
+    """Return the slot that a missing version, or slice, was fetched ahead into.
+
+    Also returns how many projections were fetched. If it was not fetched ahead, the result is -1 and 0.
+    """
     slot, precision, projections = table.staged[layer % 2, code - 1 if table.nested else 0, :, expert].tolist()
     found = table.staged_for[layer % 2] == layer and precision == code
     return (slot, projections) if found else (-1, 0)
@@ -170,11 +179,12 @@ def _count_arrived(table: Table, layer: int, active: Ints, lacks: NDArray[np.boo
 def _list_items(
     table: Table, layer: int, active: Ints, computed: NDArray[np.int8], places: Ints, sizes: Ints, plan: LayerPlan
 ) -> None:
-    """Write the plan's items: for each slice its action, source and destination, and each expert's positions.
+    """Write the plan's items: actions, sources, destinations and positions.
 
-    The table's rows are those after the step. Projections that were fetched ahead are read from their staging slots. A
-    streamed expert is read once for every POSITIONS_AT_ONCE positions; one with more positions that has to cross the
-    link gets a staging slot, as long as there are some, because the link is slower than a slot.
+    Actions, sources and destinations are written for each slice, positions for each expert. The table's rows are those
+    after the step. Projections that were fetched ahead are read from their staging slots. A streamed expert is read
+    once for every POSITIONS_AT_ONCE positions; one with more positions that has to cross the link gets a staging slot,
+    as long as there are some, because the link is slower than a slot.
     """
     predicted = table.prefetch_slots.tolist()
     staged = {
@@ -217,7 +227,10 @@ def _list_items(
 
 
 def list_positions(keys: Ints, top_k: int, plan: LayerPlan) -> None:
-    """Write the pairs in stable order of their keys; pairs with negative keys are not computed."""
+    """Write the pairs in stable order of their keys.
+
+    Pairs with negative keys are not computed.
+    """
     pairs = (keys >= 0).nonzero()[0]
     pairs = pairs[np.argsort(keys[pairs], kind="stable")]
     plan.pairs.numpy()[: len(pairs)] = pairs

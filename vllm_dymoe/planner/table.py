@@ -1,8 +1,8 @@
-"""The table: which expert is where, as integer columns. A row names complete bytes, or nothing.
+"""The table: which expert is where, as integer columns.
 
-If the host writes the table, its columns are NumPy arrays. If the device does, they are tensors that a captured graph
-reads and writes, and the host has a copy. Between two steps only values in columns change, so a captured graph stays
-valid.
+A row names complete bytes, or nothing. If the host writes the table, its columns are NumPy arrays. If the device does,
+they are tensors that a captured graph reads and writes, and the host has a copy. Between two steps only values in
+columns change, so a captured graph stays valid.
 
 Versions are numbered as in ``rule``: ABSENT, LOW and HIGH index dimensions of size 3. An expert has one *slice*, the
 version that is held; or two, if versions are nested: then the LOW pool holds base slices and the HIGH pool residual
@@ -69,7 +69,7 @@ class Table:
     """Index in the pool of the version, or of the slice; -1 for none."""
     score: Any = _column("slices", "layers", "experts")
     used_at: Any = _column("slices", "layers", "experts")
-    """The layer's step that last used an expert, or its residual slice; in which it came, if the first in leaves."""
+    """The layer's step that last used an expert, or its residual slice; with FIRST_IN the step in which it came."""
     step: Any = _column("layers")  # the layer's last step
     quotas: Any = _column("layers", 3, dtype="int32")  # slots that a layer may fill, by version
     reuse_high: Any = _column(1, dtype="int32", fill=1)
@@ -89,7 +89,7 @@ class Table:
     """First slot of the layer's own range in each pool. With device-side planning a free slot is the lowest of the
     range that no row names, so no list of free slots is needed."""
     staging: Any = _column("layers", 3, 2, dtype="int32")
-    """First staging slot and their number, by version; as many for every layer. Layers of other formats have others."""
+    """First staging slot and number of staging slots, by version: the same for all layers of one kind."""
     staged: Any = _column(2, "slices", 3, "experts", dtype="int32")
     """What was fetched ahead, for an even and an odd layer: for each slice of an expert its slot, version, and number
     of projections, gate first. An entry is valid until the next prediction for a layer of the same parity."""
@@ -99,7 +99,7 @@ class Table:
     negative expert ends the list. Written by the predictor: on the host between steps, or on the device within one.
     """
     fetched_ahead: Any = _column(2, "layers", "counts", dtype="int32")
-    """How many of so many predicted experts, the best first, are fetched high, and how many at all."""
+    """By the number of predicted experts: how many of them, the best first, are fetched high, and how many at all."""
     prefetch_slots: Any = _column(3, dtype="int32")
     """How many staging slots, from the first on, predicted experts may fill in small-batch steps, by version."""
     planned: Any = _column(1, dtype="int32", fill=-1)
@@ -160,7 +160,10 @@ class Table:
         return int(self.precision.shape[1])
 
     def at(self, layer: int) -> dict[str, Any]:
-        """Return the columns by name as a GPU takes them: of what follows from formats, the layer's row alone."""
+        """Return the columns of a layer's launch by name, as a GPU takes them.
+
+        Of the columns that follow from formats this is the layer's row alone; the others are whole.
+        """
         return vars(self) | {name: getattr(self, name)[layer] for name in _OF_FORMATS}
 
     def clear(self) -> None:
@@ -173,11 +176,17 @@ class Table:
         self.staged_for[:] = -1
 
     def on_host(self) -> "Table":
-        """Return the table as NumPy arrays: views of CPU tensors; copies of others, which it waits for."""
+        """Return the table as NumPy arrays.
+
+        CPU tensors are viewed; others are copied, which waits for the device.
+        """
         return Table(**{name: values.cpu().numpy() for name, values in vars(self).items()})
 
     def copy_rows(self, rows: "Table") -> None:
-        """Copy rows, scores and uses from another table; a copy to the host waits for the device."""
+        """Copy rows, scores and uses from another table.
+
+        A copy to the host waits for the device.
+        """
         for name in ("precision", "slot", "score", "used_at", "step"):
             ours, theirs = getattr(self, name), getattr(rows, name)
             same = min(len(ours), len(theirs))  # slices: the host has one if nothing is served high
@@ -193,7 +202,9 @@ class Table:
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
         counted: NDArray[np.bool_] | None = None, ahead: Ints | None = None,
     ) -> Ints:  # fmt: skip
-        """Count the uses of a layer's step and decide; return int64 [slices, n], see :func:`~.rule.decide`.
+        """Count the uses of a layer's step and decide, see :func:`~.rule.decide`.
+
+        Returns int64 [slices, n].
 
         Args:
             counted: bool [n], experts whose use counts; None for all.
@@ -211,7 +222,10 @@ class Table:
         return decide(active, wanted, self.precision[layer], score, used_at, quotas, ahead=ahead, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
-        """Write the rows of admitted experts at once; free slots of the layer's range are taken in ascending order."""
+        """Write the rows of admitted experts at once.
+
+        Free slots of the layer's range are taken in ascending order.
+        """
         precision = self.precision[layer]
         for code in (LOW, HIGH) if self.nested else (HIGH, LOW):  # an expert that loses its base loses both slices
             given = places[code - 1] if self.nested else np.where(wanted == code, places[0], FREE - 1)
@@ -226,9 +240,10 @@ class Table:
             self.slot[1:, layer, precision == ABSENT] = -1
 
     def free_slots(self, layer: int, code: int) -> list[int]:
-        """Return the slots of a layer's own range that no row names, ascending; for device-side planning.
+        """Return the slots of a layer's own range that no row names, ascending.
 
-        A table that the host writes gets its slots from a :class:`~vllm_dymoe.cache.slots.SlotPool`, which says why.
+        For device-side planning only. A table that the host writes gets its slots from a
+        :class:`~vllm_dymoe.cache.slots.SlotPool`, which says why.
         """
         first = int(self.first_slot[layer, code])
         own = np.arange(first, first + int(self.quotas[layer, code]))
@@ -246,7 +261,10 @@ class Table:
         self.precision[layer, expert], self.slot[int(residual), layer, expert] = CODES[precision], slot
 
     def remove(self, layer: int, expert: int, *, residual: bool = False) -> list[tuple[Precision, int]]:
-        """Empty a row, or only its ``residual`` slice; return precision and index of each slot that it named."""
+        """Empty a row, or only its ``residual`` slice.
+
+        Returns precision and index of each slot that it named.
+        """
         code = int(self.precision[layer, expert])
         slots: list[tuple[Precision, int]] = []
         if self.nested and code == HIGH:
@@ -278,7 +296,10 @@ _OF_FORMATS = ("staging", "bits", "offsets", "pool", "slot_bytes")
 
 
 def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int]) -> int | None:
-    """Return the coldest expert that a layer holds in a precision, except ``spared`` ones; None if there is none."""
+    """Return the coldest expert that a layer holds in a precision.
+
+    ``spared`` experts are left out. None if there is no other.
+    """
     kept = table.holders(CODES[precision])[layer].nonzero()[0]
     among = np.array([expert for expert in kept.tolist() if expert not in spared], dtype=np.int64)
     number = int(table.nested and precision is Precision.HIGH)
@@ -286,7 +307,9 @@ def coldest_of(table: Table, layer: int, precision: Precision, spared: set[int])
 
 
 def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False) -> None:
-    """Raise AssertionError if quotas are exceeded, a slot is named twice, or a prefetched expert is in no staging slot.
+    """Raise AssertionError if the table is inconsistent.
+
+    Quotas must be kept, no slot may be named twice, and every prefetched expert must be in a staging slot.
 
     Args:
         ranges: also check that layers use slots of their own range only.
@@ -310,10 +333,10 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
         for half in (table.staged_for >= 0).nonzero()[0].tolist():
             staged, precisions, projections = table.staged[half].swapaxes(0, 1)
             first, count = table.staging[table.staged_for[half], code].tolist()
-            guessed = staged[(projections > 0) & (precisions == code)]
-            own = (guessed >= first) & (guessed < first + count)
+            predicted = staged[(projections > 0) & (precisions == code)]
+            own = (predicted >= first) & (predicted < first + count)
             assert own.all(), "a prediction lies in a slot that a layer keeps"
-            assert len(np.unique(guessed)) == len(guessed), "two predictions lie in one slot"
+            assert len(np.unique(predicted)) == len(predicted), "two predictions lie in one slot"
 
 
 def set_precision(
@@ -322,7 +345,7 @@ def set_precision(
     critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
-    """Write the columns that say what precisions mean, and how many experts of a step are high.
+    """Write the columns that say what precisions mean, and how many experts are high.
 
     ValueError if formats are nested and the table is not, or the reverse.
 
@@ -359,9 +382,10 @@ def set_pools(
     quotas: Mapping[int, Sequence[int]],
     kinds: Sequence[int] | None = None,
 ) -> dict[int, int]:
-    """Write the columns about slots, and empty all rows; return a layer's number of staging slots by LOW and HIGH.
+    """Write the columns about slots, and empty all rows.
 
-    ValueError if the quotas exceed a pool, or a layer's quota its experts.
+    Returns a layer's number of staging slots by LOW and HIGH. ValueError if the quotas exceed a pool, or a layer's
+    quota its experts.
 
     Args:
         pools: by LOW and HIGH, for each kind of layers: address of its first slot, bytes of a slot and number of slots.
@@ -394,9 +418,10 @@ def set_pools(
 
 
 def layer_quotas(slots: int, weights: Sequence[float], staging: int, most: int) -> list[int]:
-    """Return each layer's quota, up to ``most``, in proportion to its weight; among equals the first get the remainder.
+    """Return each layer's quota, up to ``most``, in proportion to its weight.
 
-    Layers of weight 0 get none, and ``staging`` of the slots belong to no layer.
+    Among equals the first layers get the remainder. Layers of weight 0 get none, and ``staging`` of the slots belong to
+    no layer.
     """
     quotas = [0] * len(weights)
     # D'Hondt: the next slot goes to the layer with the largest weight per slot.

@@ -1,9 +1,10 @@
-"""The precision threshold: an expert is high if its share of a step's routing weights is above it.
+"""The precision threshold, above which experts are high.
 
-One threshold serves all layers and tokens. Shares are in multiples of an even share: an expert's share times the number
-of active experts. So one token and a batch, and layers with few or many active experts, share one scale. An integral
-controller moves the threshold until the average share of high experts is the retention. All of it is integer
-arithmetic, so that host and device agree bit for bit (``precisions_of`` in ``kernels/triton/planner.py``).
+An expert is high if its share of a step's routing weights is above the threshold. One threshold serves all layers and
+tokens. Shares are in multiples of an even share: an expert's share times the number of active experts. So one token and
+a batch, and layers with few or many active experts, share one scale. An integral controller moves the threshold until
+the average share of high experts is the retention. All of it is integer arithmetic, so that host and device agree bit
+for bit (``precisions_of`` in ``kernels/triton/planner.py``).
 
 One expert of a layer is always high. If fewer than 1 / retention experts are active, even that one is too many, and no
 threshold meets the retention. Then the controller rests. Otherwise it would wind up while single tokens are decoded,
@@ -32,7 +33,10 @@ RETENTIONS = tuple(part / 16 for part in range(1, 17))  # for which a curve has 
 
 
 def threshold_for(retention: float, curve: Sequence[float] = ()) -> Ints:
-    """Return the start value: from a curve, or else for exponential weights, which some hundred layers correct."""
+    """Return the threshold at its start value.
+
+    The value is a curve's; without a curve it is that of exponential weights, which some hundred layers correct.
+    """
     value = -math.log(retention) if retention > 0 else 16.0
     if curve:
         value = float(np.interp(retention, RETENTIONS, curve))
@@ -68,7 +72,10 @@ def above(threshold: Ints, sums: Ints, counted: int | None = None) -> NDArray[np
 
 
 def follow(threshold: Ints, high: int, active: int) -> None:
-    """Move the threshold after a layer with ``high`` of ``active`` experts high; rest if too few are active."""
+    """Move the threshold after a layer with ``high`` of ``active`` experts high.
+
+    The threshold rests if too few experts are active.
+    """
     retention = int(threshold[1])
     if active and active * retention >= 1 << 16:
         error = (high << 16) // active - retention

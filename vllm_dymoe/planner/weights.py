@@ -1,11 +1,16 @@
-"""Routing weights of a token whose skipped experts hand theirs on to its others; the same bits wherever it is done."""
+"""Routing weights of tokens whose skipped experts hand theirs on.
+
+The token's other experts get them, with the same bits wherever that is computed.
+"""
 
 import torch
 from torch import Tensor
 
 
 def renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
-    """Return weights [tokens, top_k], scaled so that a token's sum stays what it was; those of absent pairs are unused.
+    """Return weights scaled so that each token's sum stays: float32 [tokens, top_k].
+
+    Weights of absent pairs are unused.
 
     Args:
         weights: float32 [tokens, top_k].
@@ -18,7 +23,10 @@ def renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
 
 
 def sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    """Add parts in order, starting from zero so that the sum is never -0.0; the first part is overwritten."""
+    """Add parts in order; the first part is overwritten.
+
+    The sum starts from zero so that it is never -0.0.
+    """
     total, *rest = parts
     total.add_(0.0)
     for part in rest:

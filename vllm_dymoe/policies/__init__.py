@@ -1,4 +1,7 @@
-"""Policies: ways of serving experts, one file each. A new policy needs a file and a line in ``POLICIES``."""
+"""Policies: ways of serving experts, one file each.
+
+A new policy needs a file and a line in ``POLICIES``.
+"""
 
 from pydantic import ValidationError
 

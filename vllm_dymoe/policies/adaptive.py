@@ -1,9 +1,10 @@
-"""DynaExq's resident low versions with DyMoE's threshold: no expert is ever missing, few steps wait for a high one.
+"""DynaExq's resident low versions with DyMoE's threshold.
 
-Every expert is resident at low and the hottest also at high, as with ``dynaexq``. An expert without a high version is
-served low, unless its share of the step's routing weights, times the number of active experts, exceeds a threshold.
-Then the high version is streamed for this step, or executed on the CPU. One parameter, ``wait_share``, sets the share
-of the time that steps may wait for the link: with 0 no step waits, with 1 every missing high version is fetched.
+No expert is ever missing, and few steps wait for a high version. Every expert is resident at low and the hottest also
+at high, as with ``dynaexq``. An expert without a high version is served low, unless its share of the step's routing
+weights, times the number of active experts, exceeds a threshold. Then the high version is streamed for this step, or
+executed on the CPU. One parameter, ``wait_share``, sets the share of the time that steps may wait for the link: with 0
+no step waits, with 1 every missing high version is fetched.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,10 @@ _START = 1.6  # an even share is 1
 
 @dataclass(frozen=True)
 class Rescued(AsResident):
-    """High for experts above a threshold that ``LinkShare`` moves, the resident version for the others."""
+    """High for experts above a threshold, the resident version for the others.
+
+    ``LinkShare`` moves the threshold.
+    """
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         high = high_of_step(routing, self.thresholds, lambda active: 0)
@@ -40,7 +44,10 @@ class Rescued(AsResident):
 
 
 class Adaptive(DynaExq):
-    """Serves the resident version, and fetches a missing high version for experts with much routing weight."""
+    """Serves the resident version, and fetches missing high versions that matter.
+
+    A missing high version matters if its expert has much routing weight.
+    """
 
     name: ClassVar[str] = "adaptive"
     summary: ClassVar[str] = "every expert resident, the hottest at `high`; fetches `high` for large weights"

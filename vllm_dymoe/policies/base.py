@@ -50,13 +50,17 @@ class PrecisionPolicy:
     """
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Return the expected share of a layer's active experts by precision in decode, for every layer."""
+        """Return each precision's expected share of a layer's active experts in decode.
+
+        The value of each precision has one share for every layer.
+        """
         return {Precision.HIGH: [1.0] * num_layers}
 
     def all_shares(self, experts: ModelExperts) -> Mapping[Precision, Sequence[float]]:
-        """Return ``shares`` for a model and its draft; a draft's layers get the shares of the model's last layer.
+        """Return ``shares`` for a model and its draft.
 
-        Raises NotImplementedError if ``shares`` omits a precision that is served.
+        The draft's layers get the shares of the model's last layer. Raises NotImplementedError if ``shares`` omits a
+        precision that is served.
         """
         shares = self.shares(len(experts.layers) - experts.draft_layers, experts.top_k)
         if missing := self.precisions - shares.keys():
@@ -75,11 +79,14 @@ class PrecisionPolicy:
     """Whether ``critical_counts`` and ``thresholds`` describe ``select`` completely, so that a planner can choose."""
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
-        """Return a precision for each active expert of a layer; called for every MoE layer of every step."""
+        """Return a precision for each active expert of a layer.
+
+        Called for every MoE layer of every step.
+        """
         return dict.fromkeys(routing.active, Precision.HIGH)
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """Return how many experts of a step are high, int32 [num_layers, experts + 1].
+        """Return how many experts of a step are high: int32 [num_layers, experts + 1].
 
         Indices are the layer and the number of active experts; the most important ones by
         :func:`~.importance.Importance` are high. Planners read this instead of calling ``select``.
@@ -87,30 +94,39 @@ class PrecisionPolicy:
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
     def all_critical_counts(self, experts: ModelExperts) -> NDArray[np.int32]:
-        """``critical_counts`` of a model and its draft, whose layers get what the model's last one gets."""
+        """Return ``critical_counts`` for a model and its draft.
+
+        The draft's layers get the counts of the model's last layer.
+        """
         counts = self.critical_counts(len(experts.layers) - experts.draft_layers, experts.num_experts)
         return np.concatenate([counts, np.repeat(counts[-1:], experts.draft_layers, axis=0)])
 
     def begin(self, curves: Sequence[Sequence[float]]) -> None:
-        """Set thresholds that have not moved yet to a calibration's start values, if there are any."""
+        """Set thresholds to a calibration's start values, if there are any.
+
+        Thresholds that have moved already stay.
+        """
 
     def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
-        """Of so many experts that a predictor names for a coming layer, the best first, how many are fetched high, and
-        how many at all."""
+        """Return how many predicted experts are fetched high, and how many at all.
+
+        A predictor names ``named`` experts for the coming ``layer``, the best first; both counts are of the first ones.
+        """
         return named if Precision.HIGH in self.precisions else 0, named
 
     def precisions_ahead(self, layer: int, num_layers: int, named: Sequence[int]) -> Mapping[int, Precision]:
         """Return the precision in which to fetch each predicted expert of a later layer.
 
-        Omitted experts are not fetched.
-
-        ``named`` lists the experts, the most probable first.
+        ``named`` lists the experts, the most probable first. Experts that the result omits are not fetched.
         """
         high, fetched = self.count_ahead(layer, num_layers, len(named))
         return {e: Precision.HIGH if place < high else Precision.LOW for place, e in enumerate(named[:fetched])}
 
     def counts_ahead(self, num_layers: int, experts: int) -> NDArray[np.int32]:
-        """``count_ahead`` for a device, int32 [2, num_layers, experts + 1]."""
+        """Return ``count_ahead`` as a table for a device.
+
+        The table is int32 [2, num_layers, experts + 1]: high or all, layer, number of predicted experts.
+        """
         counts = [[self.count_ahead(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]
         return np.array(counts, np.int32).transpose(2, 0, 1)
 
@@ -124,7 +140,10 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 
 
 class Migrating(BaseModel):
-    """How a policy that moves versions between steps lets the set of high experts follow traffic."""
+    """How the set of high experts follows traffic.
+
+    Parameters of policies that move versions between steps.
+    """
 
     model_config = _FROZEN
 
@@ -203,7 +222,10 @@ class PrefetchPolicy:
 
 
 class Policy(BaseModel):
-    """A way of serving experts. The base class serves every expert high, keeps experts and predicts nothing."""
+    """A way of serving experts.
+
+    The base class serves every expert high, keeps experts and predicts nothing.
+    """
 
     model_config = _FROZEN
 
@@ -221,7 +243,10 @@ class Policy(BaseModel):
     """Parameters of precision that can be changed while the model is served."""
 
     def of_stage(self, before: int, behind: int) -> "Policy":
-        """Return the policy for a pipeline stage that has ``before`` MoE layers before it and ``behind`` after it."""
+        """Return the policy for one stage of a pipeline.
+
+        The stage has ``before`` MoE layers before it and ``behind`` after it.
+        """
         return self
 
     @cached_property
@@ -238,17 +263,17 @@ class Policy(BaseModel):
 
     @property
     def needs_host(self) -> str:
-        """Return why a device cannot plan this policy's steps, as text to follow "because"; empty if it can.
+        """Why a device cannot plan this policy's steps; empty if it can.
 
-        A GPU planner knows quotas (zero if layers keep nothing), admission by score, precision by thresholds or counts,
-        and streaming. It runs no Python.
+        The text can follow "because". A GPU planner knows quotas (zero if layers keep nothing), admission by score,
+        precision by thresholds or counts, and streaming. It runs no Python.
         """
         if not self.precision.planned:
             return f'policy "{self.name}" chooses precisions with Python code, which runs on the host'
         return ""
 
     def staging_slots(self, slots: int) -> int:
-        """Return how many of a precision's slots are staging slots, for streaming and prefetch."""
+        """Return how many of a precision's slots are for streaming and prefetch."""
         if not self.residency.keeps:
             return slots
         usual = max(FEWEST_STAGING, min(_USUAL_STAGING, slots // 8))

@@ -1,4 +1,7 @@
-"""DuoServe-MoE: slots for one token's experts, filled ahead by a trained network (4.2, 5.1, 5.3)."""
+"""DuoServe-MoE (4.2, 5.1, 5.3).
+
+Slots for one token's experts, filled ahead by a trained network.
+"""
 
 from functools import cached_property
 from typing import ClassVar, Literal

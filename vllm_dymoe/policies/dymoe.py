@@ -1,9 +1,10 @@
-"""DyMoE: the most important experts of a step are high, fewer of them in deeper layers (4.2 and 4.3).
+"""DyMoE: the most important experts of a step are high (4.2 and 4.3).
 
-A step may contain tokens of several prompts and of several decoding requests. Each phase measures importance in its own
-way, prompts by heavy hitters and decoded tokens by routing weights, over the experts that its own tokens use, and with
-its own threshold or Eq. 5. An expert is high if either phase wants it high, so a long prompt in the same step never
-lowers the precision of a decoding request. Within a phase, the heavy hitters and weights of all requests add up.
+Deeper layers have fewer high experts. A step may contain tokens of several prompts and of several decoding requests.
+Each phase measures importance in its own way, prompts by heavy hitters and decoded tokens by routing weights, over the
+experts that its own tokens use, and with its own threshold or Eq. 5. An expert is high if either phase wants it high,
+so a long prompt in the same step never lowers the precision of a decoding request. Within a phase, the heavy hitters
+and weights of all requests add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +28,20 @@ from vllm_dymoe.policies.schedule import Schedule
 
 @dataclass(frozen=True)
 class CriticalHigh(PrecisionPolicy):
-    """High for experts above a threshold, or for as many as a schedule says; low for the others."""
+    """High for critical experts, low for the others.
+
+    Critical are the experts above a threshold, or as many as a schedule says.
+    """
 
     schedule: Schedule = field(default_factory=lambda: Schedule(0.75))
     """Number of critical experts by depth (Eqs. 4 and 5), used without thresholds."""
     high_ahead: bool = False  # fetch only those predicted experts that will be high
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Return retention, or the rounded r(l), as a share of ``top_k`` active experts; see the base class."""
+        """Return each precision's expected share of ``top_k`` active experts.
+
+        The high share is retention with thresholds, and otherwise the rounded r(l); see the base class.
+        """
         high = [self._critical(layer, num_layers, top_k) / top_k for layer in range(num_layers)]
         if self.thresholds:
             high = [max(self.schedule.retention, 1 / top_k)] * num_layers
@@ -51,9 +58,8 @@ class CriticalHigh(PrecisionPolicy):
     def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
         """Return a function that chooses a layer's high experts in replayed decode.
 
-        It returns bool [active], and has a threshold of its own.
-
-        It takes the layer and the experts' sums of routing weights.
+        The function takes the layer and the experts' sums of routing weights, and returns bool [active]. It has a
+        threshold of its own.
         """
         threshold = threshold_for(self.schedule.retention)
 
@@ -79,9 +85,9 @@ class CriticalHigh(PrecisionPolicy):
                 threshold[:] = threshold_for(self.schedule.retention, curve)
 
     def count_ahead(self, layer: int, num_layers: int, named: int) -> tuple[int, int]:
-        """Return high for as many experts as the layer's t_l (Eqs. 5, 7 and 8) or retention says.
+        """Return how many predicted experts are fetched high, and how many at all.
 
-        The others are low or skipped.
+        As many are high as the layer's t_l (Eqs. 5, 7 and 8) or retention says. The others are low or skipped.
         """
         if self.thresholds:
             high = min(named, max(1, round(self.schedule.retention * named)))
@@ -94,7 +100,10 @@ class CriticalHigh(PrecisionPolicy):
 
 
 class Dymoe(Exact):
-    """Serves the critical experts of a step high and the others low; keeps and predicts experts as ``exact`` does."""
+    """Serves the critical experts of a step high and the others low.
+
+    Experts are kept and predicted as by ``exact``.
+    """
 
     name: ClassVar[str] = "dymoe"
     summary: ClassVar[str] = "DyMoE: the most important experts of a step at `high`, the others at `low`"

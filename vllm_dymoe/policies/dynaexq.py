@@ -1,4 +1,7 @@
-"""DynaExq: every expert is resident in some version, the most used ones in the high version (3.1 to 3.5)."""
+"""DynaExq: every expert is resident in some version (3.1 to 3.5).
+
+The most used ones are resident in the high version.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,5 +42,5 @@ class DynaExq(Migrating, Policy):
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
-        """Return "": a device can plan these steps, since every expert is resident."""
+        """Versions move between steps, by the parameters of ``Migrating``."""
         return ResidencyPolicy(migrating=Migrating(**{name: getattr(self, name) for name in Migrating.model_fields}))

@@ -1,4 +1,7 @@
-"""The default policy: every expert high, the hottest kept, the next layer's gate predicts (DyMoE 4.4.1)."""
+"""The default policy: every expert high, the hottest kept.
+
+The next layer's gate predicts (DyMoE 4.4.1).
+"""
 
 from functools import cached_property
 from typing import Any, ClassVar
@@ -35,7 +38,10 @@ class Exact(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
-        """The next layers' gates, evaluated on this layer's input; or the given trained predictor."""
+        """The next layers' gates, evaluated on this layer's input.
+
+        A trained predictor replaces them if one is given.
+        """
         if not self.look_ahead:
             return None
         asked: dict[str, Any] = {"layers": self.look_ahead, "needs_gates": True, "takes_predictor": True, "paced": True}

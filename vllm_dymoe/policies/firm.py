@@ -1,4 +1,7 @@
-"""FIRM-MoE: experts that several layers agree on are prefetched in parts; HEOP tunes how many."""
+"""FIRM-MoE: experts that several layers agree on are prefetched in parts.
+
+HEOP tunes how many.
+"""
 
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -16,7 +19,10 @@ _LARGEST_K = 2  # multiple of the experts per token
 
 
 class Firm(Policy):
-    """Serves every expert high; HEOP alone tunes the number of prefetched experts (Algorithm 1)."""
+    """Serves every expert high, with a tuned number of prefetched experts.
+
+    HEOP alone tunes that number (Algorithm 1).
+    """
 
     name: ClassVar[str] = "firm"
     summary: ClassVar[str] = "FIRM-MoE: prefetches the experts that several layers agree on, tuned while serving"
@@ -41,7 +47,7 @@ class Firm(Policy):
 
     @cached_property
     def prefetch(self) -> PrefetchPolicy:
-        """Meeting of Layers (Eqs. 5 and 6), with as many staging slots as a token has experts.
+        """Meeting of Layers (Eqs. 5 and 6), with a staging slot per expert of a token.
 
         Up to twice as many experts are named, but the rest of these are resident, or worth less than what their slots
         could keep.

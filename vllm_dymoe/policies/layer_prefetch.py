@@ -1,4 +1,7 @@
-"""MoESys: while a layer computes, all experts of the next one are fetched (a baseline in DuoServe-MoE, section 6.1)."""
+"""MoESys: all experts of the next layer are fetched while a layer computes.
+
+A baseline in DuoServe-MoE, section 6.1.
+"""
 
 from functools import cached_property
 from typing import ClassVar

@@ -1,7 +1,8 @@
-"""Four policies that follow their papers as closely as possible; they differ only in their defaults.
+"""Four policies that follow their papers as closely as possible.
 
-docs/options.md lists the differences that remain. Numbers that a paper leaves open are ours: the share of heavy hitters
-(DyMoE: "top-k" tokens), alpha and margin (DynaExq), and HEOP's first K and P, which are those of FIRM-MoE's ablation.
+Only their defaults differ from those of the other policies. docs/options.md lists the remaining differences from the
+papers. Numbers that a paper leaves open are ours: the share of heavy hitters (DyMoE: "top-k" tokens), alpha and margin
+(DynaExq), and HEOP's first K and P, which are those of FIRM-MoE's ablation.
 """
 
 from typing import ClassVar, Literal
@@ -50,7 +51,10 @@ class FirmPaper(Firm):
 
 
 class DynaExqPaper(DynaExq):
-    """The n most used experts of each layer are high, by an average over windows of time."""
+    """High for the n most used experts of each layer.
+
+    Uses are averaged over windows of time.
+    """
 
     name: ClassVar[str] = "dynaexq-paper"
     summary: ClassVar[str] = "DynaExq's top-n of each layer at `high`, by an average of uses over windows of time"

@@ -19,11 +19,12 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True)
 class Schedule:
-    """Number of critical experts by depth; ValueError if retention is not within 0 to 1.
+    """Number of critical experts by depth.
 
     The paper does not define M of Eq. 5. Here it is the number of experts that the step activates in the layer. If it
     were all experts of the layer, every expert of a decode step would be critical as soon as r(l) * M reaches top-k: at
-    the paper's r = 0.75 in every layer of Mixtral and of Qwen3-30B-A3B, so nothing would ever be low.
+    the paper's r = 0.75 in every layer of Mixtral and of Qwen3-30B-A3B, so nothing would ever be low. Raises ValueError
+    if retention is not within 0 to 1.
     """
 
     retention: float  # r, the average of r(l) over the layers, 0 to 1
@@ -40,7 +41,10 @@ class Schedule:
             raise ValueError(f"retention is {self.retention}, but it is a share from 0 to 1")
 
     def ratio(self, layer: int, num_layers: int) -> float:
-        """Return r(l), the share of critical experts at a depth (Eq. 4); a single layer has r itself."""
+        """Return r(l), the share of critical experts at a depth (Eq. 4).
+
+        A single layer has r itself.
+        """
         layer, num_layers = layer + self.before, num_layers + self.before + self.behind
         if num_layers == 1 or not self.depth:
             return self.retention
@@ -50,7 +54,7 @@ class Schedule:
         return min(1.0, 2 * self.retention) * ((1 - floor) * curve + floor)
 
     def critical(self, layer: int, num_layers: int, active: int) -> int:
-        """Return t_l, the number of critical ones among ``active`` experts of a step (Eq. 5)."""
+        """Return t_l, the number of critical experts among ``active`` ones (Eq. 5)."""
         return _critical(self, layer, num_layers, active)
 
 

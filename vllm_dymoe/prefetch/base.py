@@ -1,4 +1,7 @@
-"""The interface of predictors, which predict experts of later layers, and statistics of their accuracy."""
+"""The interface of predictors, and statistics of their accuracy.
+
+Predictors predict experts of later layers.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +18,7 @@ from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.side_stream import Answer, Inline
 
-if TYPE_CHECKING:  # it asks gates, which name candidates
+if TYPE_CHECKING:  # circular otherwise: on_device imports gates, which import this module
     from vllm_dymoe.prefetch.on_device import DevicePredictor
 
 
@@ -59,7 +62,10 @@ class Predictor(ABC):
         """Begin a step of requests, none of whose layers has been observed."""
 
     def observe(self, routing: Routing) -> None:  # noqa: B027
-        """See a layer's routing; called for every MoE layer of every step, in order, so it must be cheap."""
+        """See a layer's routing.
+
+        Called for every MoE layer of every step, in order, so it must be cheap.
+        """
 
     def begin(self, layer: int) -> None:  # noqa: B027
         """Start to compute on the side stream what ``predict`` will return."""
@@ -68,7 +74,7 @@ class Predictor(ABC):
         """Handle a change of slots: from now on layers have another cache."""
 
     def on_device(self, table: Table, experts: ModelExperts) -> "DevicePredictor | None":
-        """Return what names experts in small-batch steps that the device plans; None if nothing does.
+        """Return the predictor of small-batch steps that the device plans, or None.
 
         Args:
             table: the device's.
@@ -85,15 +91,19 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
-        """Return experts that layers after ``layer``, the last observed one, will want; the most useful first."""
+        """Return experts that later layers will want, the most useful first.
+
+        ``layer`` is the last observed layer.
+        """
 
 
 @dataclass
 class PredictionStats:
-    """Accuracy of a predictor (FIRM-MoE), summed over all layers and steps with a prediction, even an empty one.
+    """Accuracy of a predictor (FIRM-MoE).
 
-    correct / needed is prediction accuracy (Eq. 7), correct / predicted is expert utilisation (Eq. 8). Predicted
-    experts count whether or not they were then prefetched.
+    Counts are summed over all layers and steps with a prediction, even an empty one. correct / needed is prediction
+    accuracy (Eq. 7), correct / predicted is expert utilisation (Eq. 8). Predicted experts count whether or not they
+    were then prefetched.
     """
 
     predicted: int = 0  # experts predicted for later layers
@@ -108,7 +118,10 @@ class PredictionStats:
 
 
 class Measured:
-    """A predictor with statistics, and ``seconds`` of host time that its predictions took."""
+    """A predictor with statistics.
+
+    ``seconds`` is the host time that its predictions took.
+    """
 
     def __init__(self, predictor: Predictor, before: "Measured | None" = None) -> None:
         """Continue the counts of the predictor ``before`` it, if there was one."""

@@ -21,7 +21,10 @@ _METRICS = TypeAdapter(dict[str, dict[str, float]])
 
 
 class PredictorError(ValueError):
-    """A file that cannot be used as a predictor here; the message is one sentence for the user."""
+    """A file cannot be used as a predictor here.
+
+    The message is one sentence for the user.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class PredictorCard:
     format: int = PREDICTOR_FORMAT  # of the file
 
     def check(self, path: Path, here: ModelIdentity) -> None:
-        """Raise PredictorError if the predictor was trained for another model than the one that runs here."""
+        """Raise PredictorError if the predictor does not suit the model that runs here.
+
+        The predictor must have been trained for this model, and predict no worse than the next layer's gate.
+        """
         for name, what in (
             ("num_layers", "MoE layers"),
             ("num_experts", "experts in a layer"),
@@ -60,7 +66,10 @@ class PredictorCard:
 
 
 def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
-    """Return why a predictor is worse than the next layer's gate, which is free; empty if it is not, or if unknown."""
+    """Return why a predictor is worse than the next layer's gate, which is free.
+
+    Empty if it is not worse, or if that is unknown.
+    """
     rates = {
         name: metrics[name]["accuracy"] for name in ("trained", "next gate") if "accuracy" in metrics.get(name, {})
     }
@@ -74,7 +83,10 @@ def worse_than_next_gate(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
-    """Write a predictor's file atomically. Raises PredictorError if it cannot be written."""
+    """Write a predictor's file atomically.
+
+    Raises PredictorError if it cannot be written.
+    """
     half = network.to(torch.device("cpu"), torch.float16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +96,10 @@ def save_predictor(path: Path, card: PredictorCard, network: FoldedMLP) -> None:
 
 
 def read_card(path: Path) -> PredictorCard:
-    """Return the card; PredictorError if the file is missing, truncated, damaged or not a predictor."""
+    """Return the card of a predictor.
+
+    Raises PredictorError if the file is missing, truncated, damaged or not a predictor.
+    """
     return _read(path)[0]
 
 

@@ -1,4 +1,4 @@
-"""ExpertMLP: a network that predicts the next layer's experts (DuoServe-MoE, section 4.2).
+"""ExpertMLP: a network that predicts the next layer's experts (DuoServe-MoE 4.2).
 
 For layer l, with E_m the experts that a token chose in layer m, the state is
 
@@ -42,7 +42,10 @@ class Architecture:
 
     @property
     def by_least_squares(self) -> bool:
-        """Whether it is trained by ``linear``, from the model's gates, instead of by gradient descent."""
+        """Whether it is trained by ``linear``, from the model's gates.
+
+        Otherwise it is trained by gradient descent.
+        """
         return not self.widths and self.router_input
 
 
@@ -91,10 +94,10 @@ class States(nn.Module):
         return self.history * experts, experts, experts, self.sizes.hidden if self.architecture.router_input else 0
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return s_l of a layer l, from 1: float32 [tokens, sum of parts], with the previous layer first in h_l.
+        """Return s_l of a layer l, from 1: float32 [tokens, sum of parts].
 
-        ``experts`` int [tokens, l or more, top_k] were chosen before it, ``router_input`` is [tokens, hidden] of layer
-        l-1.
+        The previous layer comes first in h_l. ``experts`` int [tokens, l or more, top_k] were chosen before layer l,
+        ``router_input`` is [tokens, hidden] of layer l-1.
         """
         tokens, count = len(experts), self.sizes.num_experts
         seen = min(self.history, layer)
@@ -124,7 +127,7 @@ class ExpertMLP(nn.Module):
 
     @torch.no_grad()
     def _begin_with_affinity(self) -> None:
-        """Without a hidden layer, start from affinity.
+        """Start a network without a hidden layer from affinity.
 
         With few training tokens nothing is lost, and more improve on it.
         """
@@ -144,7 +147,10 @@ class ExpertMLP(nn.Module):
         return network
 
     def forward(self, layer: int, experts: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits of a layer's experts: float32 [tokens, num_experts]; arguments as for :class:`States`."""
+        """Return logits of a layer's experts: float32 [tokens, num_experts].
+
+        Arguments are as for :class:`States`.
+        """
         return self.network(layer)(self.states(layer, experts, router_input))
 
 

@@ -1,6 +1,7 @@
-"""A trained ExpertMLP for inference: batch normalisation is folded into the matrices, the first matrix is a table.
+"""A trained ExpertMLP for inference.
 
-The first linear layer maps s_l = [h_l, p_l, a_l-1,l] to
+Batch normalisation is folded into the matrices, and the first matrix is a table. The first linear layer maps s_l =
+[h_l, p_l, a_l-1,l] to
 
     W s_l + b = sum over m and e in E_m of W_h[m, e]  +  W_a (mean over e in E_l-1 of A[e])  +  (W_p p_l + b)
 
@@ -26,7 +27,10 @@ from vllm_dymoe.trace.gates import find_correction
 
 
 class FoldedMLP:
-    """A network for every layer but the first, from tensors by name; KeyError if one is missing."""
+    """A network for every layer but the first, from tensors by name.
+
+    Raises KeyError if a tensor is missing.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -73,10 +77,8 @@ class FoldedMLP:
     def remember(self, experts: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Return the history with one more layer, the last first.
 
-        It contains rows of a table, [tokens, top_k of each remembered layer].
-
-        ``experts`` int [tokens, top_k] are the layer's choices, ``before`` is the previous history, None for the first
-        layer.
+        The history is rows of a table, [tokens, top_k of each remembered layer]. ``experts`` int [tokens, top_k] are
+        the layer's choices, ``before`` is the previous history, None for the first layer.
         """
         if self.history == 1:
             return experts
@@ -87,10 +89,10 @@ class FoldedMLP:
         return torch.cat((experts, before + self.num_experts), 1)
 
     def logits(self, layer: int, rows: torch.Tensor, router_input: torch.Tensor | None, ahead: int = 1) -> torch.Tensor:
-        """Return scores of a layer's experts, from layer 1: [tokens, num_experts] in the network's dtype.
+        """Return scores of a layer's experts: [tokens, num_experts].
 
-        ``rows`` are earlier choices, as ``remember`` returns them; ``router_input`` is [tokens, hidden] of the layer
-        ``ahead`` layers before.
+        Scores have the network's dtype; ``layer`` is 1 or more. ``rows`` are earlier choices, as ``remember`` returns
+        them; ``router_input`` is [tokens, hidden] of the layer ``ahead`` layers before.
         """
         if ahead == 1:
             x = self._next_logits(layer, rows, router_input)
@@ -147,13 +149,19 @@ def fold(model: ExpertMLP) -> FoldedMLP:
 
 
 def _sum_of_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return sums of rows of a table [entries, width], given each token's rows [tokens, n]: [tokens, width]."""
+    """Return each token's sum of rows of a table: [tokens, width].
+
+    The table is [entries, width], and ``rows`` are each token's rows, [tokens, n].
+    """
     found = table.index_select(0, rows.flatten())
     return found.sum(0, keepdim=True) if len(rows) == 1 else found.view(*rows.shape, -1).sum(1)
 
 
 def _without_normalisation(network: nn.Sequential) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return weights and biases of the linear layers, with the following normalisation folded in."""
+    """Return weights and biases of the linear layers.
+
+    The normalisation that follows each is folded in.
+    """
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for module in network:
         if isinstance(module, nn.Linear):

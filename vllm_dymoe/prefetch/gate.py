@@ -1,4 +1,7 @@
-"""What a predictor may know of the model, above all its routers, which can be evaluated on other layers' inputs."""
+"""What a predictor may know of the model, above all its routers.
+
+Routers can be evaluated on other layers' inputs.
+"""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -44,9 +47,9 @@ class Gate:
     """This rank's number of each expert, negative for another rank's; None if the rank has all experts."""
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores by which the router chooses: [tokens, hidden] to float32 [tokens, experts].
+        """Return the scores by which the router chooses: float32 [tokens, experts].
 
-        Experts in groups that are not chosen get -inf.
+        ``x`` is [tokens, hidden]. Experts in groups that are not chosen get -inf.
         """
         logits = self.logits(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
@@ -62,7 +65,10 @@ class Gate:
         return scores
 
     def best(self, x: torch.Tensor, amount: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts that tokens would choose, best first, and their scores: [tokens, up to ``amount``]."""
+        """Return the experts that tokens would choose, best first, and their scores.
+
+        Both are [tokens, up to ``amount``].
+        """
         scores = self.scores(x)
         values, indices = scores.topk(min(amount, scores.shape[1]), dim=-1)
         return indices, values
@@ -70,9 +76,9 @@ class Gate:
     def named(
         self, layer: int, experts: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> list[Candidate]:
-        """Return this rank's experts among those that tokens would choose in this gate's layer.
+        """Return this rank's experts among those that tokens would choose.
 
-        They are in the order of :func:`rank`.
+        The candidates are for this gate's layer, in the order of :func:`rank`.
         """
         chosen_here = (expert if self.local is None else self.local[expert] for expert in rank(experts, scores, chosen))
         return [Candidate(layer, expert) for expert in chosen_here if expert >= 0]
@@ -89,10 +95,10 @@ class Gate:
         return torch.cat(rows).T.contiguous(), bias.float()
 
     def agreement(self, x: torch.Tensor, ids: torch.Tensor, tolerance: float = 0.0) -> float:
-        """Return the share of a router's choices that this gate would make of ``x`` [tokens, hidden].
+        """Return the share of a router's choices that this gate would make.
 
-        Choices ``ids`` are int [tokens, top_k], negative for another rank's. A choice also counts if the gate would
-        miss it by at most ``tolerance`` of the token's largest score.
+        ``x`` is [tokens, hidden]. Choices ``ids`` are int [tokens, top_k], negative for another rank's. A choice also
+        counts if the gate would miss it by at most ``tolerance`` of the token's largest score.
         """
         scores, ids = self.scores(x), ids.long()
         if self.local is not None:

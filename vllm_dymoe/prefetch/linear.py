@@ -52,9 +52,8 @@ class LeastSquares:
     def add(self, gates: GateWeights, x: torch.Tensor, experts: torch.Tensor) -> None:
         """Add tokens: their router inputs and chosen experts.
 
-        Shapes are [layers of the model, tokens, hidden], and int [layers, tokens, top_k].
-
-        Tokens with an unusable input count as zeros.
+        ``x`` is [layers of the model, tokens, hidden], ``experts`` int [layers, tokens, top_k]. Tokens with an unusable
+        input count as zeros.
         """
         usable = (x.abs() < _LARGEST).all(-1).all(0)[:, None]
         for place, layer in enumerate(self.layers):
@@ -83,7 +82,10 @@ class LeastSquares:
 def make_network(
     sizes: ModelIdentity, look_ahead: int, device: torch.device, dtype: torch.dtype, corrected: Scoring | None = None
 ) -> FoldedMLP:
-    """A network that knows nothing, of zeros; with a correction of such scores, if there is one."""
+    """Return a network that knows nothing, of zeros.
+
+    ``corrected`` is the scoring of the model's correction, if it has one; the network then has room for it.
+    """
     layers, experts = sizes.num_layers, sizes.num_experts
     shapes: dict[str, tuple[int, ...]] = {"popularity": (layers, experts)}
     for ahead in range(1, look_ahead + 1):
@@ -98,7 +100,10 @@ def make_network(
 
 @torch.no_grad()
 def ask_next_gates(network: FoldedMLP, gates: GateWeights, top_k: int) -> None:
-    """Write into a network what the gates of the next layers make of a layer's input, and their correction."""
+    """Make a network predict what the gates of the next layers predict.
+
+    The gates are evaluated on a layer's input. Their correction is written as well.
+    """
     for ahead in range(1, network.look_ahead + 1):
         for layer in range(network.num_layers - ahead):
             _write(network, gates, layer, ahead, top_k)
@@ -119,9 +124,10 @@ def _features(x: torch.Tensor, experts: torch.Tensor, num_experts: int) -> torch
 def _write(
     network: FoldedMLP, gates: GateWeights, layer: int, ahead: int, top_k: int, change: torch.Tensor | None = None
 ) -> None:
-    """Write a layer's table and matrix: the next gate plus a change [features, experts].
+    """Write a layer's table and matrix: the next gate plus a change.
 
-    Rows of a table are added for each of ``top_k`` experts, so each row contains a share of the bias.
+    ``change`` is [features, experts]. Rows of a table are added for each of ``top_k`` experts, so each row contains a
+    share of the bias.
     """
     table, matrix = (network.tables, network.gates) if ahead == 1 else network.further[ahead - 2]
     assert matrix is not None
@@ -132,9 +138,10 @@ def _write(
 
 
 def hits(scores: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each token how many of its experts are among the best scores, and whether all are.
+    """Return how many of each token's experts are among the best scores.
 
-    Scores are [tokens, num_experts], ``experts`` int [tokens, top_k]; returns int64 and bool [tokens].
+    Also returns whether all of them are. Scores are [tokens, num_experts], ``experts`` int [tokens, top_k]; the results
+    are int64 and bool [tokens].
     """
     return hits_of(scores.topk(experts.shape[1]).indices, experts)
 

@@ -1,6 +1,7 @@
-"""Meeting of Layers: only the experts that several earlier layers agree on (FIRM-MoE, section Meeting-of-Layers).
+"""Meeting of Layers: only the experts that several earlier layers agree on.
 
-With x_m the router's input of layer m and W_g^(l) the gate of layer l:
+The source is FIRM-MoE, section Meeting-of-Layers. With x_m the router's input of layer m and W_g^(l) the gate of layer
+l:
 
     S_l^(m) = TopKIndices(x_m W_g^(l), K)        for each of the P layers m before l      (Eq. 5)
     S_l     = intersection of S_l^(m) over m = l-P ... l-1                                (Eq. 6)
@@ -28,7 +29,10 @@ from vllm_dymoe.prefetch.tuner import Heop
 
 
 class MeetingOfLayers(Predictor):
-    """Evaluates the next layer's gate on the inputs of the last P layers; ``held`` experts cost no transfer."""
+    """Evaluates the next layer's gate on the inputs of the last P layers.
+
+    ``held`` returns a layer's resident experts, which cost no transfer.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Look-ahead: the next layer's gate applied to this layer's router input (DyMoE, section 4.4.1).
+"""Look-ahead: the next layer's gate applied to this layer's router input.
 
-With h_i the router's input of token i in layer l, and W_g the gate of the next one:
+The source is DyMoE, section 4.4.1. With h_i the router's input of token i in layer l, and W_g the gate of the next one:
 
     g_i = Softmax(h_i W_g^(l+1))                      (Eq. 6)
     s_i = TopK_k(g_i),  c_e = sum_i 1(e in s_i)       (Eq. 7)  prefill: the t experts of the largest c_e

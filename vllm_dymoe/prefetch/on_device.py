@@ -1,7 +1,8 @@
-"""Predictors of device-planned steps: they write ``Table.predicted`` without the host.
+"""Predictors of device-planned steps, which write ``Table.predicted``.
 
-A predictor runs on a branch of the captured step while a layer is computed, and ``executor/device_prefetch.py`` fetches
-the predicted experts. Any number of experts may be predicted; those without a slot or time are not fetched.
+They run on the device, without the host: on a branch of the captured step while a layer is computed.
+``executor/device_prefetch.py`` fetches the predicted experts. Any number of experts may be predicted; those without a
+slot or time are not fetched.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class DevicePredictor:
 
     @property
     def look_ahead(self) -> int:
-        """For how many coming layers it names experts: 1 or 2."""
+        """Number of coming layers for which it names experts: 1 or 2."""
         return 1
 
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -49,29 +50,35 @@ class DevicePredictor:
         """
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Enqueue learning from a layer of a small batch and, unless it is the last, a prediction for the next one.
+        """Enqueue learning from a layer of a small batch, and a prediction.
 
-        ``Table.predicted`` is written of the coming layers; arguments as for :meth:`observe`.
+        Nothing is predicted after the last layer. ``Table.predicted`` is written for the coming layers; arguments are
+        as for :meth:`observe`.
         """
 
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Compile and load kernels, while no row is a token and gates may not be there; arguments as for others."""
+        """Compile and load kernels, while no row is a token.
+
+        Gates may not be there yet. Arguments are as for the other methods.
+        """
 
     @property
     def learns(self) -> int:
-        """After how many decode steps it wants to :meth:`learn`; 0 for never."""
+        """Number of decode steps after which it wants to :meth:`learn`; 0 for never."""
         return 0
 
     def learn(self, counts: Ints, steps: int) -> None:
-        """Adjust, between steps, to what its predictions were worth.
+        """Adjust to what predictions were worth, between steps.
 
         Args:
-            counts: int64 [layers, PredictionCount], of so many decode steps.
+            counts: int64 [layers, PredictionCount], of ``steps`` decode steps.
         """
 
 
 class NamesByScores(DevicePredictor):
-    """Names the experts of the largest scores; the base of predictors that compute scores.
+    """Names the experts of the largest scores.
+
+    The base of predictors that compute scores.
 
     Args:
         numbers: int32 [layers of the model, experts of all ranks], this rank's number of each, negative for another
@@ -105,13 +112,18 @@ class NamesByScores(DevicePredictor):
         return range(layer + 1, min(layer + 1 + self._look_ahead, self._layers))
 
     def _name(self, target: int, layer: int, scores: Tensor, rows: Tensor) -> None:
-        """Name experts of a coming layer by scores, float32 [voters, tokens, experts of all ranks]."""
+        """Name experts of a coming layer by scores.
+
+        ``scores`` is float32 [voters, tokens, experts of all ranks].
+        """
         name = _name_experts_on(self._table.predicted.device)
         name(self._table, target, layer, scores.contiguous(), rows, self._asked, self._numbers, self._scratch)
 
 
 class GatesOnDevice(NamesByScores):
-    """Asks the next layer's gate about a layer's input, as ``next_gate.NextGate`` does (DyMoE 4.4.1).
+    """Evaluates the next layers' gates on a layer's input (DyMoE 4.4.1).
+
+    Predicts as ``next_gate.NextGate`` does.
 
     Args:
         gates: of every layer, in order.
@@ -127,9 +139,9 @@ class GatesOnDevice(NamesByScores):
 
 
 class VotingOnDevice(NamesByScores):
-    """Asks the next layer's gate about the inputs of several layers, as ``meeting_of_layers`` does (FIRM-MoE).
+    """Evaluates the next layer's gate on the inputs of several layers (FIRM-MoE).
 
-    K and P are values on the device, which HEOP changes between steps.
+    Predicts as ``meeting_of_layers`` does. K and P are values on the device, which HEOP changes between steps.
 
     Args:
         gates: of every layer, in order.
@@ -175,10 +187,12 @@ class VotingOnDevice(NamesByScores):
 
 
 class NetworkOnDevice(NamesByScores):
-    """Asks a trained network, as ``trained.TrainedPredictor`` does (DuoServe-MoE 5.3).
+    """Evaluates a trained network (DuoServe-MoE 5.3).
+
+    Predicts as ``trained.TrainedPredictor`` does.
 
     Args:
-        network: its tensors may change between steps, and a captured graph then asks the new ones.
+        network: its tensors may change between steps, and a captured graph then reads the new ones.
     """
 
     def __init__(self, table: Table, top_k: int, network: FoldedMLP) -> None:
@@ -205,7 +219,10 @@ class NetworkOnDevice(NamesByScores):
 
 
 def numbers_of(gates: Sequence[Gate], table: Table) -> Tensor:
-    """Return this rank's number of every expert, int32 [layers, experts of all ranks]; negative for another rank's."""
+    """Return this rank's number of every expert: int32 [layers, experts of all ranks].
+
+    Numbers are negative for another rank's experts.
+    """
     numbers = [range(table.experts) if gate.local is None else gate.local for gate in gates]
     return torch.tensor([[*of] for of in numbers], dtype=torch.int32, device=table.predicted.device)
 
@@ -223,7 +240,10 @@ def _name_experts_on(device: torch.device) -> Callable[..., None]:
 
 
 class AllExpertsOnDevice(DevicePredictor):
-    """Predicts all experts of every layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
+    """Predicts all experts of every layer, as MoESys does.
+
+    A baseline of DuoServe-MoE, section 6.1.
+    """
 
     def __init__(self, table: Table, top_k: int) -> None:
         super().__init__(table, top_k)
@@ -232,12 +252,10 @@ class AllExpertsOnDevice(DevicePredictor):
 
 
 class PopularityOnDevice(DevicePredictor):
-    """Predicts the experts that the next layer chose most often (DuoServe-MoE Eq. 2).
+    """Predicts the experts that the next layer chose most often.
 
-    Does the same as ``popularity.Popularity``.
-
-    Old steps fade: after about 700 steps a step counts half. Counts are integers, like everything that a device
-    compares.
+    This is DuoServe-MoE's Eq. 2, as in ``popularity.Popularity``. Old steps fade: after about 700 steps a step counts
+    half. Counts are integers, like everything that a device compares.
     """
 
     FADE, UNIT = 10, 1 << 20  # a step subtracts a share of 2 ** -10; sums of any number of uses stay below 2 ** 63
@@ -274,7 +292,10 @@ def _count_and_name_on(device: torch.device) -> Callable[..., None]:
 
 
 def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int) -> None:
-    """Count the uses of a layer's step in ``counts``, int64 [layers, experts], with torch and without the host."""
+    """Count the uses of a layer's step, with torch and without the host.
+
+    ``counts`` is int64 [layers, experts].
+    """
     real = torch.arange(len(ids), device=ids.device)[:, None] < rows
     # The last element is for what is not counted.
     uses = torch.zeros(counts.shape[1] + 1, dtype=torch.int64, device=ids.device)
@@ -288,7 +309,10 @@ def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int,
 def count_and_name(
     counts: Tensor, predicted: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int, named: int
 ) -> None:
-    """Count a small batch's step, and predict the next layer's favourites; see ``kernels/triton/popularity.py``."""
+    """Count a small batch's step, and predict the next layer's favourites.
+
+    See ``kernels/triton/popularity.py``.
+    """
     count_uses(counts, layer, ids, rows, fade, unit)
     if layer + 1 < len(counts):
         wanted, experts = counts[layer + 1].sort(descending=True, stable=True)

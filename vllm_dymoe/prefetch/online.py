@@ -101,7 +101,10 @@ class OnlineTraining:
 
     @staticmethod
     def nbytes(sizes: ModelIdentity, look_ahead: int, item: int, memory: int) -> int:
-        """Return the device memory in addition to the network, whose numbers have ``item`` bytes."""
+        """Return the device memory in addition to the network.
+
+        The network's numbers have ``item`` bytes.
+        """
         look_ahead = min(look_ahead, sizes.num_layers - 1)
         layers, features = sizes.num_layers, sizes.num_experts + sizes.hidden
         a_layer = LeastSquares.layer_bytes(sizes, look_ahead)
@@ -117,16 +120,19 @@ class OnlineTraining:
         return any(verdict.adopted for verdict in self.verdicts)
 
     def see(self, layer: int, x: torch.Tensor, experts: torch.Tensor) -> None:
-        """Keep a layer's router input [rows, hidden] and its choices, int [rows, top_k], until the step ends."""
+        """Keep a layer's router input and its choices until the step ends.
+
+        ``x`` is [rows, hidden], ``experts`` int [rows, top_k].
+        """
         rows = min(len(x), _ROWS)
         self._steps_x[layer, :rows].copy_(x[:rows])
         self._steps_experts[layer, :rows].copy_(experts[:rows])
 
     @torch.no_grad()
     def end_step(self, tokens: int, gates: Sequence[Gate]) -> bool:
-        """End a step of ``tokens`` decoded tokens; return whether the network was improved.
+        """End a step of decoded tokens; return whether the network was improved.
 
-        ``gates`` are the model's, which choose as its routers do.
+        ``tokens`` is their number. ``gates`` are the model's, which choose as its routers do.
         """
         rows = min(tokens, _ROWS)
         if self._gates is None:
@@ -141,7 +147,10 @@ class OnlineTraining:
         return better
 
     def card(self, model: ModelIdentity, version: str) -> PredictorCard:
-        """Return the network's card, with accuracies measured when its layers were adopted."""
+        """Return the network's card.
+
+        Its accuracies were measured when its layers were adopted.
+        """
         trained, gate = ({"all_k": whole, "accuracy": right} for right, whole in self._rates.nanmean(-1).tolist())
         adopted = [verdict for verdict in self.verdicts if verdict.adopted]
         tokens = [adopted[-1].trained_on, adopted[-1].judged_on] if adopted else [0, 0]
@@ -154,7 +163,10 @@ class OnlineTraining:
         )
 
     def save(self, path: Path, model: ModelIdentity, version: str) -> None:
-        """Write the network for the option ``predictor``; PredictorError if it cannot be written."""
+        """Write the network's file, for the option ``predictor``.
+
+        Raises PredictorError if it cannot be written.
+        """
         save_predictor(path, self.card(model, version), self.network)
 
     def _begin(self, gates: Sequence[Gate]) -> None:
@@ -231,7 +243,10 @@ class OnlineTraining:
         return better
 
     def _adopt(self, layers: range) -> None:
-        """Write layers in place: a predictor in use continues with the better ones."""
+        """Write the candidate's layers in place.
+
+        A predictor in use continues with the better ones.
+        """
         for name, tensor in self.network.tensors.items():
             if name.startswith(("tables", "gates")):
                 tensor[layers.start : layers.stop] = self._candidate.tensors[name][layers.start : layers.stop]

@@ -1,7 +1,7 @@
-"""Controls how often predictions are acted on: ``Pace`` where the host plans, ``StepPace`` where a device does.
+"""Controls how often predictions are acted on.
 
-A policy whose predictor tunes itself is not paced. Others make fewer predictions while these do not pay, but never
-none, so that a change is noticed.
+``Pace`` does so where the host plans, ``StepPace`` where a device does. A policy whose predictor tunes itself is not
+paced. Others make fewer predictions while these do not pay, but never none, so that a change is noticed.
 
 A correct prediction hides at most the transfer of one expert, and a wrong one delays demand by at most one projection,
 a third of it: predictions lose if fewer than one in four is needed. They also lose if they hide less time than they
@@ -38,10 +38,10 @@ class Pace:
     _hidden: float = 0.0
 
     def acts(self) -> bool:
-        """Return whether to make this prediction: one in each ``interval``, of another layer each time.
+        """Return whether to make this prediction.
 
-        Every fourth prediction would always belong to the same layer in a model of four layers, perhaps the last, which
-        has no next one.
+        One prediction in each ``interval`` is made, of another layer each time. Every fourth prediction would always
+        belong to the same layer in a model of four layers, perhaps the last, which has no next one.
         """
         block, place = divmod(self._predictions, self.interval)
         self._predictions += 1
@@ -56,7 +56,10 @@ class Pace:
         self._spent += seconds
 
     def judge(self, needed: bool, hidden: float) -> None:
-        """Record whether a prediction was needed, and for how many seconds the link had worked for it."""
+        """Record whether a prediction was needed.
+
+        ``hidden`` is the number of seconds that the link had worked for it.
+        """
         self._judged += 1
         self._needed += needed
         self._hidden += hidden if needed else 0.0
@@ -77,7 +80,7 @@ _FASTER = 0.98  # of the time of a step, below which the other way is taken
 
 
 class StepPace:
-    """Decides between decode steps whether the next ones prefetch, by their measured times.
+    """Decides between decode steps, by their times, whether the next ones prefetch.
 
         with prefetch | without | with prefetch | without | ... | with prefetch (longer and longer) | without | ...
 

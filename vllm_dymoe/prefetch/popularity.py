@@ -19,7 +19,10 @@ from vllm_dymoe.prefetch.on_device import AllExpertsOnDevice, DevicePredictor, P
 
 
 class Popularity(Predictor):
-    """Counts what layers want, and predicts the next layer's favourites; ``half_life`` is in steps."""
+    """Counts what layers want, and predicts the next layer's favourites.
+
+    ``half_life`` is in steps.
+    """
 
     def __init__(self, num_layers: int, num_experts: int, decode_experts: int, half_life: float = 1000) -> None:
         self._num_layers = num_layers
@@ -57,7 +60,10 @@ class Popularity(Predictor):
 
 
 class AllExperts(Predictor):
-    """Predicts all experts of the next layer, as MoESys does (a baseline of DuoServe-MoE, section 6.1)."""
+    """Predicts all experts of the next layer, as MoESys does.
+
+    A baseline of DuoServe-MoE, section 6.1.
+    """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._answers = [

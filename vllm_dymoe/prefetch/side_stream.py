@@ -1,7 +1,8 @@
-"""Computes predictions while a layer's experts are computed (DuoServe-MoE 5.3, the prediction stream).
+"""Computes predictions while a layer's experts are computed.
 
-On CUDA they run on a stream of their own, whose answer the host reads when the first experts have been enqueued.
-Elsewhere the same cores compute both in sequence, and waiting gains nothing.
+This is the prediction stream of DuoServe-MoE 5.3. On CUDA predictions run on a stream of their own, whose answer the
+host reads when the first experts have been enqueued. Elsewhere the same cores compute both in sequence, and waiting
+gains nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +37,7 @@ class Inline:
     ) -> Callable[[], Answer]:
         """Start to compute from tensors of the main stream, without waiting.
 
-        Returns a function that returns the answer.
-
-        Inputs may be overwritten afterwards, unless they are ``lasting``.
+        Returns a function that returns the answer. Inputs may be overwritten afterwards, unless they are ``lasting``.
         """
         return lambda: compute(*inputs)
 

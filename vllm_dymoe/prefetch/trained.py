@@ -1,9 +1,8 @@
 """The trained predictor (DuoServe-MoE 5.3).
 
-In decode a network predicts the next layers' experts from routing so far.
-
-A prefill uses nearly all experts, so the most popular ones are predicted (5.2). In a step with both phases the network
-is evaluated on the decoding rows, and its predictions come first.
+In decode a network predicts the next layers' experts from routing so far. A prefill uses nearly all experts, so the
+most popular ones are predicted (5.2). In a step with both phases the network is evaluated on the decoding rows, and its
+predictions come first.
 """
 
 from collections.abc import Sequence
@@ -116,7 +115,10 @@ class TrainedPredictor(Predictor):
 
 
 def network_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which a network runs: a CPU has no fast products of 16-bit numbers."""
+    """Return the dtype in which a network runs.
+
+    A CPU has no fast products of 16-bit numbers, so it takes float32.
+    """
     return torch.float32 if device.type == "cpu" else torch.float16
 
 

@@ -1,8 +1,7 @@
 """Training of a predictor on a trace, and a fair test.
 
-The method is binary cross-entropy (DuoServe-MoE Eq. 6) or least squares.
-
-Tokens of one request resemble each other, so whole requests are held out, never single tokens.
+The method is binary cross-entropy (DuoServe-MoE Eq. 6) or least squares. Tokens of one request resemble each other, so
+whole requests are held out, never single tokens.
 """
 
 import copy
@@ -23,7 +22,10 @@ FEWEST_REQUESTS = 8  # at least one of them is held out
 
 
 class TrainingError(ValueError):
-    """Data that no predictor can be trained on; the message is one sentence for the user."""
+    """No predictor can be trained on this data.
+
+    The message is one sentence for the user.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class Recipe:
 
 
 def hit_rates(scores: torch.Tensor, experts: torch.Tensor) -> dict[str, float]:
-    """Return the accuracy of scores [samples, num_experts] for the chosen experts [samples, top_k].
+    """Return the accuracy of scores for the chosen experts.
 
-    The best scores, as many as were chosen, count as predicted. ``all_k`` is the share of samples with all predicted
-    (Table 3, "Top-2"), ``at_least_one`` with at least one (Table 3), ``accuracy`` the share of chosen experts that were
-    predicted (FIRM-MoE Eq. 7).
+    ``scores`` is [samples, num_experts], ``experts`` [samples, top_k]. The best scores, as many as were chosen, count
+    as predicted. ``all_k`` is the share of samples with all predicted (Table 3, "Top-2"), ``at_least_one`` with at
+    least one (Table 3), ``accuracy`` the share of chosen experts that were predicted (FIRM-MoE Eq. 7).
     """
     right, whole = hits(scores, experts.long())
     found = {"all_k": whole, "at_least_one": right > 0, "accuracy": right / experts.shape[1]}
@@ -67,7 +69,10 @@ class Trained:
 
 
 def split_by_request(trace: Trace, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks of the tokens to train on and to hold out, by whole requests; TrainingError for too few requests."""
+    """Return masks of the tokens to train on and to hold out.
+
+    Requests are held out as a whole. Raises TrainingError for too few requests.
+    """
     requests = trace.request.unique()
     if len(requests) < FEWEST_REQUESTS:
         raise TrainingError(
@@ -89,10 +94,9 @@ def train(
 ) -> Trained:
     """Train on most requests, and stop when the others are predicted no better.
 
-    Raises TrainingError if there is too little data.
-
     ``held_out`` marks the tokens to hold out, bool [tokens of answers in order]; random whole requests if None. Only
-    tokens of answers count: a predictor is used in decode (5.3), and a prompt's tokens are routed differently.
+    tokens of answers count: a predictor is used in decode (5.3), and a prompt's tokens are routed differently. Raises
+    TrainingError if there is too little data.
     """
     recipe = recipe or Recipe()
     if trace.header.num_layers < 2:
@@ -142,7 +146,10 @@ def _solve(seen: Trace, shares: torch.Tensor, look_ahead: int) -> FoldedMLP:
 
 
 def _scores(network: FoldedMLP, layer: int, trace: Trace) -> torch.Tensor:
-    """Return scores of a layer's experts, as in inference: float32 [tokens, num_experts]."""
+    """Return scores of a layer's experts, as in inference.
+
+    The result is float32 [tokens, num_experts].
+    """
     rows = None
     for before in range(layer):
         rows = network.remember(trace.experts[:, before].long(), rows)

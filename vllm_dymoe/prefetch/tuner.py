@@ -1,7 +1,7 @@
-"""HEOP: hill climbing on K and P of Meeting of Layers while serving (FIRM-MoE, Algorithm 1).
+"""HEOP: hill climbing on K and P of Meeting of Layers while serving.
 
-Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a decode step, averaged over its
-layers,
+This is Algorithm 1 of FIRM-MoE. Each group of layers (shallow, middle, deep) has its own K and P and its own cost of a
+decode step, averaged over its layers,
 
     L = alpha * n_unused + beta * (n_miss - n_hit)                                        (Eq. 11)
 
@@ -87,7 +87,7 @@ class Heop:
         return self._groups[self._group_of[layer]].setting
 
     def record(self, layer: int, *, unused: int, missed: int, hits: int, steps: int = 1) -> None:
-        """Add what a layer's experts were in one step, or the sums of several."""
+        """Add the outcomes of a layer's experts in one step, or the sums of several."""
         group = self._groups[self._group_of[layer]]
         group.step_cost += self.alpha * unused + self.beta * (missed - hits)
         group.step_layers += steps
@@ -107,7 +107,10 @@ class Heop:
                 self._update(group)
 
     def restart(self) -> None:
-        """Start the search again from the current settings, because hits belong to another cache from now on."""
+        """Start the search again from the current settings.
+
+        Hits belong to another cache from now on.
+        """
         for group in self._groups:
             group.costs, group.recent, group.fixed = {}, _Average(), False
             group.rounds = group.stale = group.step_layers = 0
@@ -132,7 +135,10 @@ class Heop:
             self._turn(group)
 
     def _turn(self, group: _Group) -> None:
-        """Continue from the best, in the next of the four directions; as printed, in the other number and direction."""
+        """Continue from the best setting, in the next of the four directions.
+
+        As printed, continue in the other number and direction.
+        """
         if self.as_printed:
             group.stale, group.direction, group.dimension = 0, -group.direction, 1 - group.dimension
             return

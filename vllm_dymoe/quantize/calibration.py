@@ -1,4 +1,4 @@
-"""Computes what GPTQ needs for one expert from recorded inputs.
+"""What GPTQ needs for one expert, computed from recorded inputs.
 
 gate and up read the inputs X [tokens, hidden] that the router sent to the expert, so their Hessian is X^T X. The inputs
 of down, Y = activation(X gate^T) * X up^T, follow from them and the weights, and its Hessian is Y^T Y. A token's
@@ -31,7 +31,10 @@ _READ, _PIECE = 1024, 512
 
 
 class Calibration:
-    """A complete recording. Raises CalibrationError if it is incomplete or damaged."""
+    """A complete recording.
+
+    Raises CalibrationError if it is incomplete or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +56,10 @@ class Calibration:
                 ) from error
 
     def check_belongs(self, model: str, experts: ModelExperts) -> None:
-        """Raise CalibrationError if the recording is of another model, by fingerprint and experts."""
+        """Raise CalibrationError if the recording is of another model.
+
+        Models are compared by fingerprint and experts.
+        """
         mine = self.recording
         if (mine.model, mine.layers, mine.num_experts) != (model, experts.layers, experts.num_experts):
             raise CalibrationError(
@@ -75,7 +81,10 @@ class Calibration:
         return torch.bincount(experts.long(), minlength=self.recording.num_experts)
 
     def curves(self) -> tuple[tuple[float, ...], ...]:
-        """Return start values of thresholds, for prompts in chunks and for single tokens; see ``planner.threshold``."""
+        """Return start values of thresholds, see ``planner.threshold``.
+
+        The first are for prompts in chunks, the second for single tokens.
+        """
         prompts, tokens = [], []
         for layer, part in itertools.product(range(len(self.recording.layers)), range(len(self._parts))):
             experts, weights = (self._tensor(part, layer, name)[:_READ] for name in ("experts", "weights"))
@@ -86,9 +95,10 @@ class Calibration:
         return curve_of(prompts), curve_of(tokens)
 
     def inputs(self, layer: int, expert: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of an expert in pieces: inputs [tokens, hidden], weights [tokens, 1], both float32.
+        """Yield the inputs of an expert in pieces.
 
-        For None yield the whole layer's inputs, each token weighted like an average expert's.
+        Each piece is inputs [tokens, hidden] and weights [tokens, 1], both float32. If ``expert`` is None, the inputs
+        are the whole layer's, each token weighted like an average expert's.
         """
         for part in range(len(self._parts)):
             experts, weights = self._tensor(part, layer, "experts"), self._tensor(part, layer, "weights")
@@ -113,9 +123,8 @@ class Calibration:
     ) -> tuple[Curvature, Curvature]:
         """Return the curvature of the inputs of an expert's gate and up, and of down.
 
-        It is rotated in blocks of ``rotations``.
-
-        With ``borrow`` the inputs of gate and up are those of the whole layer. CalibrationError if they are not finite.
+        Inputs are rotated in blocks of ``rotations``. With ``borrow`` the inputs of gate and up are those of the whole
+        layer. Raises CalibrationError if inputs are not finite.
         """
         function = self.recording.activation_of(layer)
         up = _linear(*matrices[Projection.UP])
@@ -144,7 +153,7 @@ class Calibration:
 
 
 def _even(weights: Tensor) -> NDArray[np.float32]:
-    """Replace the shares of rows [any, active] by even ones."""
+    """Return weights as multiples of their row's even share: float32 [any, active]."""
     even: NDArray[np.float32] = (weights * weights.shape[1] / weights.sum(1, keepdim=True)).numpy()
     return even
 

@@ -1,6 +1,7 @@
-"""Reads a local Hugging Face checkpoint, 16-bit or quantized, without vLLM.
+"""Reads a local Hugging Face checkpoint without vLLM.
 
-Headers say where every tensor is, so unsupported checkpoints are refused before any weight is read.
+The checkpoint has 16 bits or is quantized. Headers say where every tensor is, so unsupported checkpoints are refused
+before any weight is read.
 """
 
 import contextlib
@@ -35,7 +36,10 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The tensors of one matrix: of one expert, or of all experts of a layer in a stack."""
+    """The tensors of one matrix: of one expert, or of a stack of all experts.
+
+    A stack holds the matrices of all experts of a layer.
+    """
 
     layer: int  # index of the layer in the model
     expert: int | None  # None for a stack
@@ -58,7 +62,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Find and check the tensors of a folder; CheckpointError if it cannot be quantized."""
+        """Find and check the tensors of a folder.
+
+        Raises CheckpointError if it cannot be quantized.
+        """
         config, places = ModelConfig(folder), read_tensors(folder)
         found = cls(folder, config, make_reader(config.quantization, _modules(config, places)))
         found._sort(places)
@@ -92,7 +99,10 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of ``--dtype auto``: the checkpoint's own, or bfloat16 for one of 32 bits, as in vLLM."""
+        """The dtype of ``--dtype auto``, as in vLLM.
+
+        The checkpoint's own, or bfloat16 for a checkpoint of 32 bits.
+        """
         stored = sorted(place.dtype for place in self.experts[0].parts.values() if place.dtype in FLOATS)
         dtype = self.config.dtype or (DTYPES[stored[0]] if stored else torch.bfloat16)
         return torch.bfloat16 if dtype == torch.float32 else dtype
@@ -136,15 +146,17 @@ class Checkpoint:
         return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
-        """Return one expert by projection; CheckpointError if a tensor cannot be read or does not match config.json."""
+        """Return one expert by projection.
+
+        Raises CheckpointError if a tensor cannot be read or does not match config.json.
+        """
         return {projection: self._matrix(position, expert, projection) for projection in self.projections}
 
     def fingerprint(self) -> str:
         """Return sixteen hex digits that identify the weights.
 
-        They hash names, shapes and a sample of each tensor (of each expert in a stack).
-
-        Copying the folder does not change it, training the model further does.
+        The digits hash names, shapes and a sample of each tensor (of each expert in a stack). Copying the folder does
+        not change them, training the model further does.
         """
         return _sampled([*self.dense.values(), *(place for one in self.experts for place in one.parts.values())])
 
@@ -215,7 +227,10 @@ class Checkpoint:
 
     @cached_property
     def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
-        """Return every projection by layer index and expert; CheckpointError for missing and duplicate ones."""
+        """The tensors of every projection, by layer index, expert and projection.
+
+        Raises CheckpointError for missing and duplicate ones.
+        """
         count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
@@ -239,7 +254,7 @@ class Checkpoint:
 
     @cached_property
     def stacking(self) -> Stacking:
-        """Return the layout of stacked matrices, inferred from their shapes.
+        """The layout of stacked matrices, inferred from their shapes.
 
         [columns, rows] fits at most one of the two layouts.
         """
@@ -256,7 +271,7 @@ class Checkpoint:
 
     @cached_property
     def _plain_format(self) -> ExpertFormat:
-        """Return the format of one expert at 16 bits, for its shapes."""
+        """The format of one expert at 16 bits, for its shapes."""
         return self.model_experts((16,), 64, torch.bfloat16).formats[16]
 
     def _check_shapes(self, tensors: ExpertTensors) -> None:
@@ -281,14 +296,20 @@ class Checkpoint:
 
 
 def _modules(config: ModelConfig, tensors: Mapping[str, TensorPlace]) -> list[ExpertModule] | None:
-    """Return the experts' matrices, by which rules are interpreted; None if nothing is quantized."""
+    """Return the experts' matrices, by which rules are interpreted.
+
+    None if nothing is quantized.
+    """
     if config.quantization is None:
         return None
     return modules_of({name: place.dtype for name, place in tensors.items()}, config.num_layers)[0]
 
 
 def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName, TensorPlace]]) -> list[ExpertTensors]:
-    """Group tensors by matrix; CheckpointError for an unsupported tensor, or a missing part."""
+    """Group tensors by matrix.
+
+    Raises CheckpointError for an unsupported tensor, or a missing part.
+    """
     matrices: dict[tuple[int, int | None, tuple[Projection, ...]], dict[str, TensorPlace]] = {}
     of_all = reader
     for named, place in found:
@@ -325,10 +346,11 @@ def group_experts(folder: Path, reader: Reader, found: Iterable[tuple[ExpertName
 def check_representatives(
     folder: Path, reader: Reader, experts: Iterable[ExpertTensors], hidden: int, intermediate: int
 ) -> None:
-    """CheckpointError if quantized experts have other bits or groups than config.json says.
+    """Raise CheckpointError if quantized experts contradict config.json.
 
-    One matrix of each projection and reader is read, and the others have to have its shapes. Left to whoever packs them
-    are stacks, and experts of which no matrix can be read: ``intermediate`` may not be their width.
+    They contradict it if they have other bits or groups. One matrix of each projection and reader is read, and the
+    others must have its shapes. Whoever packs them checks the rest: stacks, and experts of which no matrix can be read,
+    because ``intermediate`` may not be their width.
     """
     seen: dict[tuple[int, Projection], ExpertTensors] = {}
     wrong, right = list[str](), 0
@@ -374,9 +396,9 @@ def _load(place: TensorPlace) -> Tensor:
 
 
 def content_fingerprint(folder: Path) -> str:
-    """Return sixteen hex digits of a folder's weights, as ``Checkpoint.fingerprint``; empty if it has none.
+    """Return sixteen hex digits of a folder's weights, as ``Checkpoint.fingerprint``.
 
-    CheckpointError if a file cannot be read.
+    Empty if the folder has no weights. Raises CheckpointError if a file cannot be read.
     """
     try:
         return Checkpoint.open(folder).fingerprint()
@@ -403,9 +425,10 @@ def _parts(path: Path) -> list[TensorPlace]:
 
 
 def _sampled(places: Sequence[TensorPlace]) -> str:
-    """Return sixteen hex digits of names, shapes and a sample of each tensor, of each expert in a stack.
+    """Return sixteen hex digits of names, shapes and a sample of each tensor.
 
-    Empty if there are no tensors. CheckpointError if a file cannot be read.
+    Of a stack there is a sample of each expert. Empty if there are no tensors. Raises CheckpointError if a file cannot
+    be read.
     """
     digest, path = hashlib.sha256(), Path()
     files: dict[Path, int] = {}

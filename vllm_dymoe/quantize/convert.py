@@ -1,6 +1,7 @@
-"""Writes a checkpoint that ``vllm serve`` opens in seconds: dense tensors unchanged, experts packed.
+"""Writes a checkpoint that ``vllm serve`` opens in seconds.
 
-Everything goes into the temporary folder of the store's writer, which is renamed when it is complete.
+Dense tensors are unchanged, experts packed. Everything goes into the temporary folder of the store's writer, which is
+renamed when it is complete.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Random experts for ``--load-format dummy``: bytes of the right layout, without quantizing anything.
+"""Random experts for ``--load-format dummy``.
 
-What a kernel computes with them is finite and meaningless. They differ from expert to expert, so that computing with
-the wrong one is visible.
+Their bytes have the right layout, and nothing is quantized. What a kernel computes with them is finite and meaningless.
+They differ from expert to expert, so that computing with the wrong one is visible.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,10 @@ _SMALLEST = 2.0**-6
 def random_store(
     experts: ModelExperts, writer: StoreWriter, seed: int, progress: Callable[[], object] = lambda: None
 ) -> FileStore:
-    """Fill a store with random experts; the same seed gives the same bytes. StoreError if it cannot be written."""
+    """Fill a store with random experts.
+
+    The same seed gives the same bytes. Raises StoreError if the store cannot be written.
+    """
     generator = torch.Generator().manual_seed(seed)
     try:
         for layer in range(len(experts.layers)):
@@ -41,7 +44,10 @@ def random_store(
 
 
 def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.Generator) -> None:
-    """Overwrite a section (uint8 [matrix.nbytes]) with a random matrix of finite weights around zero."""
+    """Overwrite a section with a random matrix of finite weights around zero.
+
+    ``section`` is uint8 [matrix.nbytes].
+    """
     section.view(torch.int64).random_(-(2**63), None, generator=generator)
     if matrix.nested:  # everything else is in the base
         return

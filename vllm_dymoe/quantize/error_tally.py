@@ -1,4 +1,7 @@
-"""Sums the quantization errors of experts while they are packed, from any number of threads."""
+"""Sums the quantization errors of experts while they are packed.
+
+Any number of threads may pack them.
+"""
 
 import math
 from typing import Any
@@ -13,7 +16,10 @@ _WEIGHT, _OUTPUT, _MASS = range(3)
 
 
 class ErrorTally:
-    """The errors of the packed part of a store; threads may add different projections."""
+    """The errors of the packed part of a store.
+
+    Threads may add different projections.
+    """
 
     def __init__(self, experts: ModelExperts) -> None:
         # By layer: (kind, bits, expert, projection) -> sums of squares of the error, and of the quantity it is relative
@@ -29,9 +35,10 @@ class ErrorTally:
         bits: int,
         curvature: Curvature | None,
     ) -> None:
-        """Count one projection at one bit-width; given the curvature of its inputs, also the errors of its outputs.
+        """Count one projection at one bit-width.
 
-        ``restored`` is the dequantized matrix at these bits, float32 [rows, columns], and is overwritten.
+        Given the curvature of its inputs, the errors of its outputs are counted as well. ``restored`` is the
+        dequantized matrix at these bits, float32 [rows, columns], and is overwritten.
         """
         layer, *matrix = place
         weight = weight.float()
@@ -68,7 +75,10 @@ class ErrorTally:
 
 
 def _lost_by_experts(layer: dict[tuple[int, ...], tuple[float, float]], bits: int) -> tuple[float, ...]:
-    """Return, for each expert, the sum of the relative errors of its matrices' outputs."""
+    """Return for each expert the sum of the relative errors of its matrices' outputs.
+
+    The sum is multiplied by the mean square of its down projection's output at routing weight 1.
+    """
     count = 1 + max((expert for _, _, expert, _ in layer), default=-1)
     lost = [0.0] * count
     for (kind, width, expert, _), (error, whole) in sorted(layer.items()):

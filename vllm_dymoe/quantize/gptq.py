@@ -1,4 +1,4 @@
-"""GPTQ: columns that are not rounded yet compensate for what rounding a column does to the output.
+"""GPTQ: later columns compensate for what rounding a column does to the output.
 
 Frantar, Ashkboos, Hoefler & Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers" (2023), algorithm 1. X [tokens, columns] are the inputs that a matrix saw and H = X^T X their Hessian;
@@ -39,7 +39,10 @@ _BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """What GPTQ needs of a Hessian; the same for every matrix that reads the same inputs."""
+    """What GPTQ needs of a Hessian.
+
+    Every matrix that reads the same inputs has the same curvature.
+    """
 
     hessian: Tensor  # float32 [columns, columns], not damped
     order: Tensor  # int64 [columns], the order in which columns are rounded
@@ -75,7 +78,10 @@ def _damped(hessian: Tensor, order: Tensor) -> Tensor:
 
 
 def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, low_weight: float = LOW_WEIGHT) -> Codes:
-    """Quantize a matrix [rows, columns] for inputs of this curvature; low_weight 0 optimises only the high reading."""
+    """Quantize a matrix [rows, columns] for inputs of this curvature.
+
+    ``low_weight`` 0 optimises only the high reading.
+    """
     grids = round_to_nearest(weight, format)
     columns = weight.float().t()[curvature.order]
     grid = _Grid.of(grids, curvature.order, format)
@@ -94,7 +100,10 @@ def quantize_gptq(weight: Tensor, format: MatrixFormat, curvature: Curvature, lo
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """The numbers of codes, counted from the middle one; columns are in the order of rounding."""
+    """The numbers of codes, counted from the middle code.
+
+    Columns are in the order of rounding.
+    """
 
     scales: Tensor  # float32 [groups, rows], or [groups, 2 * rows] for two readings, the high one first
     zeros: Tensor  # likewise
@@ -113,7 +122,10 @@ class _Grid:
         return cls(scales, zeros, steps, group_of, format.encoding.midpoint, 1 << format.bits // 2, low_weight)
 
     def read(self, codes: Tensor, bin: int) -> Tensor:
-        """Return the weights [columns, rows] of codes [columns, rows], of which only bins of this size are known."""
+        """Return the weights of codes, both [columns, rows].
+
+        Of each code only its bin of ``bin`` adjacent codes is known.
+        """
         rows = codes.shape[1]
         middles = codes.div(bin).floor_().mul_(bin).add_((bin - 1) / 2)
         return torch.addcmul(self.zeros[self.group_of, :rows], middles, self.scales[self.group_of, :rows])
@@ -129,7 +141,10 @@ class _Grid:
         return code
 
     def _choose(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best codes for the wanted values, in steps from the zero, and the value of each reading."""
+        """Return the best codes for the wanted values, and the value of each reading.
+
+        Values are in steps from the zero.
+        """
         if not self.low_weight:
             code = wanted.round_().clamp_(-self.midpoint, self.midpoint - 1)
             return code, code
@@ -150,7 +165,10 @@ class _Grid:
 
 
 def _round_columns(weight: Tensor, grid: _Grid, factor: Tensor) -> Tensor:
-    """Return codes [columns, rows] for a weight [columns, rows] in the order of rounding: algorithm 1, transposed."""
+    """Return codes [columns, rows] for a weight [columns, rows].
+
+    Columns are in the order of rounding: algorithm 1, transposed.
+    """
     left = weight.repeat(1, 2 if grid.low_weight else 1)  # wanted values as rounding proceeds, for each reading
     codes = torch.empty_like(weight)
     for start in range(0, len(weight), _BLOCK):
@@ -166,7 +184,10 @@ def _round_columns(weight: Tensor, grid: _Grid, factor: Tensor) -> Tensor:
 
 
 def _descend(codes: Tensor, weight: Tensor, grid: _Grid, hessian: Tensor) -> Tensor:
-    """Choose each column's codes once more, given all others; two readings, layouts as in `_round_columns`."""
+    """Choose each column's codes once more, given all others, for two readings.
+
+    Layouts are as in `_round_columns`.
+    """
     error = torch.cat([grid.read(codes, bin) - weight for bin in (1, grid.bin)], 1)
     weight = weight.repeat(1, 2)
     slope = hessian @ error

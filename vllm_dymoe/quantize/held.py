@@ -1,4 +1,4 @@
-"""Matrices that another tool has quantized, and their exact packing into our sections."""
+"""Matrices that another tool quantized, and their exact packing into our sections."""
 
 import math
 from dataclasses import dataclass, replace
@@ -49,7 +49,10 @@ class Held:
         return replace(self, codes=self.codes[which], row_groups=self.row_groups[which])
 
     def filled(self, rows: int, columns: int) -> "Held":
-        """Return published floats of this shape, padded with zeros after the last row and column."""
+        """Return published floats of this shape, padded with zeros.
+
+        The padding comes after the last row and column.
+        """
         below, right = rows - self.shape[0], columns - self.shape[1]
         return replace(
             self,
@@ -59,7 +62,10 @@ class Held:
         )
 
     def dequantize(self) -> Tensor:
-        """Return the weights [rows, columns], each rounded once to the scales' dtype; float32 for published floats."""
+        """Return the weights [rows, columns].
+
+        Each is rounded once to the scales' dtype; they are float32 for published floats.
+        """
         if self.zero_points is None:
             multiplier, divisor = torch.tensor(self.factor, dtype=torch.float32)
             scales = self.scales.float() * multiplier / divisor  # in the order of the tools that wrote them
@@ -69,10 +75,11 @@ class Held:
         return steps.to(self.scales.dtype) * self.scales[self.row_groups][:, self.column_groups]
 
     def pack(self, format: MatrixFormat, section: Tensor, base: Tensor | None = None) -> None:
-        """Write the same codes and scales into a section, or into two sections if the format is nested.
+        """Write the same codes and scales into a section.
 
-        The format's groups may be shorter than the checkpoint's: then several share a scale. With an act order, columns
-        are sorted by their groups. ValueError if the format cannot hold the numbers exactly.
+        If the format is nested there are two sections. The format's groups may be shorter than the checkpoint's: then
+        several share a scale. With an act order, columns are sorted by their groups. Raises ValueError if the format
+        cannot hold the numbers exactly.
         """
         if self.zero_points is None:
             first = _first_of_groups(self.column_groups, format, "columns are not in groups of {} with one scale")
@@ -96,9 +103,9 @@ class Held:
             pack_nested(format, self.codes, scales, zeros, base, section, order)
 
     def check_scales(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for scales that are not finite, or that the model's dtype would round.
+        """Raise ValueError for scales that cannot be kept.
 
-        Floats are never rounded.
+        Scales must be finite, and the model's dtype must not round them. Published floats are never rounded.
         """
         if self.zero_points is None:
             return
@@ -120,10 +127,10 @@ def integers(bits: int, codes: Tensor, scales: Tensor, zero_points: Tensor, colu
 
 
 def nearest(weight: Tensor, format: MatrixFormat) -> Held:
-    """Return the nearest codes of a published format, symmetric ones for integers, to a weight [rows, columns].
+    """Return the nearest codes of a published format to a weight [rows, columns].
 
-    The largest weight of a group gets the largest code. Used for drafts, whose experts share the slots of their
-    model's.
+    Integers get symmetric codes. The largest weight of a group gets the largest code. Used for drafts, whose experts
+    share the slots of their model's.
     """
     encoding, (rows, columns) = format.encoding, weight.shape
     size = encoding.group_size or format.group_size
@@ -156,7 +163,10 @@ def nearest(weight: Tensor, format: MatrixFormat) -> Held:
 
 
 def check_floats(held: Held) -> Held:
-    """Return ``held``; ValueError for codes or scales that are not numbers, or a scale too large for a weight."""
+    """Return ``held`` if its codes and scales are usable.
+
+    Raises ValueError for codes or scales that are not numbers, or a scale too large for a weight.
+    """
     again = "download the checkpoint again."
     if held.bits == 8 and int((held.codes & 0x7F).max()) > held.encoding.largest:
         raise ValueError(f"some of its weights are NaN; {again}")
@@ -173,12 +183,18 @@ def check_floats(held: Held) -> Held:
 
 
 def blocks(size: int, block: int | None) -> Tensor:
-    """Return the block index of each row or column, int64 [size]; ``block`` None means one block."""
+    """Return the block index of each row or column: int64 [size].
+
+    ``block`` None means one block.
+    """
     return torch.arange(size) // (block or size)
 
 
 def unpack_pairs(packed: Tensor) -> Tensor:
-    """Unpack 4-bit codes [rows, columns] from bytes [rows, columns / 2], the first one in the low half."""
+    """Unpack 4-bit codes [rows, columns] from bytes [rows, columns / 2].
+
+    The first code is in the low half of its byte.
+    """
     # A byte becomes two in one word, whose lower one comes first in memory: twice as fast as writing every second byte.
     words = packed.to(torch.int16)
     both = words << 4
@@ -186,7 +202,11 @@ def unpack_pairs(packed: Tensor) -> Tensor:
 
 
 def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
-    """Return the checkpoint's group for each of our groups, given that of each stored column."""
+    """Return the checkpoint's group for each of our groups.
+
+    ``stored`` is the checkpoint's group of each stored column. Raises ValueError if one of our groups has columns of
+    several.
+    """
     first = stored[:: format.group_size]
     if not torch.equal(first.repeat_interleave(format.group_size)[: format.columns], stored):
         raise ValueError(

@@ -1,10 +1,11 @@
-"""Rounds a whole matrix to lattice points with error feedback, for one reading or for two.
+"""Rounds a whole matrix to lattice points with error feedback.
 
-Inputs are rotated, and eight rows of a column are rounded together to a point of E8 (``kernels/lattice.py``). Later
-columns compensate for what rounding a column does to the outputs, as in ``gptq`` (LDLQ of Tseng et al., "QuIP#", 2024).
-With two readings the base slice is the point nearest to a mean of both targets, weighted with `LOW_SHARE`, and the
-residual slice is nearest to what remains of the high target. Sweeps of coordinate descent choose every point again if
-that is an improvement; the last sweep gives the low reading less weight, which improves the high one (`SWEEPS`).
+The points have one reading or two. Inputs are rotated, and eight rows of a column are rounded together to a point of E8
+(``kernels/lattice.py``). Later columns compensate for what rounding a column does to the outputs, as in ``gptq`` (LDLQ
+of Tseng et al., "QuIP#", 2024). With two readings the base slice is the point nearest to a mean of both targets,
+weighted with `LOW_SHARE`, and the residual slice is nearest to what remains of the high target. Sweeps of coordinate
+descent choose every point again if that is an improvement; the last sweep gives the low reading less weight, which
+improves the high one (`SWEEPS`).
 
 Points are scaled smaller than least squares suggests, because this lowers the model's KL divergence (`SPREAD`). Each
 reading has its own scale per row, weighted by the inputs: the low one is unbiased, <W, W'> = <W, W>, and the high one
@@ -36,9 +37,10 @@ def quantize_lattice(
     base: Tensor | None = None,
     low_share: float = LOW_SHARE,
 ) -> None:
-    """Quantize a matrix [rows, columns] of rotated inputs, given their curvature, and pack it into its sections.
+    """Quantize a matrix of rotated inputs, and pack it into its sections.
 
-    Section and, for nested formats, base are overwritten. Raises ValueError for weights that are not finite.
+    ``weight`` is [rows, columns], ``curvature`` that of its inputs. Section and, for nested formats, base are
+    overwritten. Raises ValueError for weights that are not finite.
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("some of its weights are NaN or infinite; download the checkpoint again.")
@@ -72,9 +74,10 @@ def _scaled(scale: Tensor, gain: Tensor) -> Tensor:
 
 
 class _Rounding:
-    """A matrix [columns, rows] in units of its rows' scales, in the order of rounding, and its points so far.
+    """A matrix in units of its rows' scales, and its points so far.
 
-    Points are codes, uint8 [columns, rows], of the base slice and, with two streams, of the residual slice.
+    The matrix is [columns, rows], in the order of rounding. Points are codes, uint8 [columns, rows], of the base slice
+    and, with two streams, of the residual slice.
     """
 
     def __init__(self, weight: Tensor, streams: int) -> None:
@@ -87,7 +90,7 @@ class _Rounding:
         return torch.stack([base + RESIDUAL * points(codes) for codes in self.codes[1:]] + [base], 1)
 
     def go(self, factor: Tensor, low_share: float) -> None:
-        """Round every column, passing errors on through U, see ``Curvature``."""
+        """Round every column, passing errors on to later ones by U, see ``Curvature``."""
         left = self._weight.clone()
         for start in range(0, len(left), _BLOCK):
             block = slice(start, min(start + _BLOCK, len(left)))
@@ -116,7 +119,9 @@ class _Rounding:
         divisors: Tensor,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Round a block of columns in their order; return what it passes on, float32 like left, which is overwritten.
+        """Round a block of columns in their order; return the errors to pass on.
+
+        Errors are float32, shaped like ``left``, which is overwritten.
 
         Args:
             left: float32 [columns, streams, rows], the target of each column.
@@ -150,6 +155,9 @@ class _Rounding:
 
 
 def choose(wanted: Tensor, low_share: float) -> list[Tensor]:
-    """Return codes uint8 [rows] of base and, with two streams, residual slice, for float32 [streams, rows]."""
+    """Return codes of the base slice and, with two streams, the residual slice.
+
+    ``wanted`` is float32 [streams, rows], the codes are uint8 [rows].
+    """
     base = nearest(torch.lerp(wanted[0], wanted[-1], low_share))
     return [base, nearest((wanted[0] - points(base)) / RESIDUAL)][: len(wanted)]

@@ -1,6 +1,7 @@
-"""Reads config.json of a Mixture-of-Experts model, as far as serving, packing and planning its experts need it.
+"""Reads config.json of a Mixture-of-Experts model.
 
-The names below are the only table of the names that families of models give their sizes, and where they nest them.
+Only what serving, packing and planning the experts need is read. The names below are the only table of the names that
+families of models give their sizes, and where they nest them.
 """
 
 import json
@@ -20,7 +21,7 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size")
-# Latent experts read fewer numbers than the model width (Nemotron-H, Kimi-K3).
+# Latent experts have fewer inputs than the model is wide (Nemotron-H, Kimi-K3).
 EXPERT_INPUTS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size")
 # Keys under which multimodal models keep their language model's configuration: Qwen3-Omni's thinker has a text_config
 # of its own.
@@ -31,12 +32,18 @@ _MOST_EXPERTS = 1 << 15
 
 
 def may_be_of_hub(model: str) -> bool:
-    """Return whether a string may name a model on the Hugging Face hub, and is not a path."""
+    """Return whether a string may name a model on the Hugging Face hub.
+
+    Paths do not.
+    """
     return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", model) is not None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; CheckpointError if there is none, or it is not a JSON object."""
+    """Read config.json of a checkpoint.
+
+    Raises CheckpointError if there is none, or it is not a JSON object.
+    """
     if not folder.is_dir():
         how = f"; download the model first, with `hf download {folder} --local-dir FOLDER`"
         if not folder.exists() and not may_be_of_hub(str(folder)):
@@ -49,7 +56,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; CheckpointError if the file cannot be read, or holds something else."""
+    """Read a JSON object.
+
+    Raises CheckpointError if the file cannot be read, or holds something else.
+    """
     try:
         found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -60,7 +70,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def nested_configs(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return a configuration and, for a multimodal model, those nested in it; the language model's is the last."""
+    """Return a configuration and those nested in it.
+
+    Only multimodal models have nested ones; the language model's is the last.
+    """
     found = [config]
     while inner := next((found[-1][key] for key in _NESTED if isinstance(found[-1].get(key), Mapping)), None):
         found.append(inner)
@@ -83,7 +96,7 @@ class ModelConfig:
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """Return how another tool has quantized the checkpoint; None for 16 bits.
+        """How another tool has quantized the checkpoint; None for 16 bits.
 
         Raises CheckpointError for a checkpoint in the plugin's own format.
         """
@@ -112,7 +125,10 @@ class ModelConfig:
         return None
 
     def with_dtype(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return config.json with the experts' dtype, so that vLLM's "auto" chooses it for the rest."""
+        """Return config.json with the experts' dtype.
+
+        vLLM's "auto" then chooses it for the rest, too.
+        """
         name = str(dtype).removeprefix("torch.")
 
         def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +160,10 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the model, without those of drafts, which may come after them."""
+        """Number of the model's own layers.
+
+        Layers of drafts, which may come after them, do not count.
+        """
         return self.size("num_hidden_layers", "num_layers")
 
     @property
@@ -153,9 +172,9 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def size(self, *keys: str) -> int:
-        """Return the first of some keys that it has, the largest if each layer has its own.
+        """Return the first of some keys that the configuration has.
 
-        Raises CheckpointError if there is none.
+        If each layer has its own, the largest. Raises CheckpointError if there is none.
         """
         for key in keys:
             value = self._text.get(key)

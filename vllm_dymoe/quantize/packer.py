@@ -48,9 +48,8 @@ JOURNAL = "packed.jsonl"
 class Journal:
     """A file next to the shards that lists complete layers.
 
-    Its first line contains everything that determines the shards; each other line names a complete, synced layer.
-
-    A journal with another purpose is started anew.
+    Its first line contains everything that determines the shards; each other line names a complete, synced layer. A
+    journal with another purpose is started anew.
     """
 
     def __init__(self, folder: Path, purpose: str) -> None:
@@ -67,7 +66,10 @@ class Journal:
         self._path.write_text("".join(f"{line}\n" for line in lines))
 
     def add(self, layer: int, state: Any) -> None:
-        """Record that a layer (by position) is complete, with JSON data that is needed later."""
+        """Record that a layer is complete, with JSON data that is needed later.
+
+        ``layer`` is its position.
+        """
         with self._path.open("a") as file:
             file.write(json.dumps((layer, state)) + "\n")
             file.flush()
@@ -94,9 +96,9 @@ def pack(
     journal: Journal | None = None,  # records packed layers, which are skipped; each that is packed and synced is added
     progress: Callable[[int], None] = lambda nbytes: None,  # called with numbers of source bytes done
 ) -> ErrorRecord:
-    """Pack every expert of a checkpoint, a whole one at a time.
+    """Pack every expert of a checkpoint.
 
-    Down's inputs depend on the other projections.
+    A whole expert is packed at a time, because down's inputs depend on the other projections.
 
     Args:
         calibration: for GPTQ and lattices. Experts with too few tokens are quantized with HQQ, or, for a lattice, with
@@ -152,11 +154,11 @@ def pack_projection(
     errors: ErrorTally,
     curvature: Curvature | None = None,
 ) -> None:
-    """Write one projection at every stored bit-width; safe to call from several threads.
+    """Write one projection at every stored bit-width.
 
-    Given the curvature of its inputs (rotated for a lattice), GPTQ replaces the quantizer. Codes are kept for the
-    version of their bits; other versions are quantized from their dequantized weights. StoreError if the shape is not
-    the model's, weights are not finite, or codes cannot be kept.
+    Safe to call from several threads. Given the curvature of its inputs (rotated for a lattice), GPTQ replaces the
+    quantizer. Codes are kept for the version of their bits; other versions are quantized from their dequantized
+    weights. Raises StoreError if the shape is not the model's, weights are not finite, or codes cannot be kept.
     """
     weight, bias = matrix
     quantizer = quantizer if curvature is None else partial(quantize_gptq, curvature=curvature)
@@ -215,10 +217,10 @@ def _plain(weight: Tensor | Held, form: MatrixFormat) -> Tensor:
 
 
 class ExpertPacker:
-    """Takes weights and biases in any order, and knows which are missing; parts of a matrix wait for the rest.
+    """Takes weights and biases in any order, and knows which are missing.
 
-    Threads pack them, so that an error is raised later, by ``finish`` at the latest. Weights of layers that a journal
-    has are ignored; each layer that is complete is synced and entered there.
+    Parts of a matrix wait for the rest. Threads pack them, so that an error is raised later, by ``finish`` at the
+    latest. Weights of layers that a journal has are ignored; each layer that is complete is synced and entered there.
     """
 
     def __init__(
@@ -250,7 +252,10 @@ class ExpertPacker:
         }
 
     def put(self, layer: int, expert: int, projection: Projection, weight: Given) -> None:
-        """Take one weight, [rows, columns] on any device; raises its StoreError, or that of an earlier one."""
+        """Take one weight, [rows, columns] on any device.
+
+        Raises its StoreError, or that of an earlier one.
+        """
         weight = weight.cpu() if isinstance(weight, Tensor) else weight
         self._take((layer, expert, projection), "weight", weight)
 

@@ -1,4 +1,4 @@
-"""Quantizers: from real weights to codes, scales and zeros, and to one packed matrix."""
+"""Quantizers: from real weights to codes and scales, and to a packed matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,10 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A quantized matrix before packing: weight = (code - 2**(bits - 1)) * scale + zero, or as its halves are read."""
+    """A quantized matrix before packing.
+
+    weight = (code - 2**(bits - 1)) * scale + zero, or as its halves are read.
+    """
 
     codes: Tensor  # uint8 [rows, columns]
     scales: Tensor  # the format's dtype [rows, groups], not negative
@@ -41,10 +44,11 @@ def round_to_nearest(weight: Tensor, format: MatrixFormat) -> Codes:
 
 
 def half_quadratic(weight: Tensor, format: MatrixFormat) -> Codes:
-    """HQQ: move each group's zero to where a robust norm of the error is smallest; needs no data.
+    """Quantize by HQQ, which needs no data.
 
-    Badri & Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023), minimise the l_p norm, p < 1,
-    of w - dequantize(quantize(w)) over the zero. An auxiliary error e splits the problem into two with closed forms,
+    Each group's zero moves to where a robust norm of the error is smallest. Badri & Shaji, "Half-Quadratic Quantization
+    of Large Machine Learning Models" (2023), minimise the l_p norm, p < 1, of w - dequantize(quantize(w)) over the
+    zero. An auxiliary error e splits the problem into two with closed forms,
 
         e    = shrink(w - w_q),   shrink(x) = sign(x) * max(0, |x| - |x|**(p - 1) / beta)
         zero = mean(w - e - (code - midpoint) * scale)
@@ -112,7 +116,10 @@ def quantize_matrix(
 
 
 def pack_bias(bias: Tensor, packed: PackedMatrix) -> None:
-    """Write a bias [rows] into its section. Raises ValueError for another shape, or values that cannot be stored."""
+    """Write a bias [rows] into its section.
+
+    Raises ValueError for another shape, or values that cannot be stored.
+    """
     if tuple(bias.shape) != (packed.format.rows,):
         raise ValueError(f"the bias has shape {list(bias.shape)}, expected [{packed.format.rows}].")
     assert packed.bias is not None, "the format has no bias"
@@ -124,11 +131,11 @@ def quantize_groups(
     format: MatrixFormat,
     quantize: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Codes:
-    """Divide a matrix into groups and quantize them some rows at a time, so that they stay in a cache.
+    """Divide a matrix into groups and quantize them.
 
-    ``quantize`` maps (groups, valid, scales, zeros) to codes and zeros. groups is float32 [n, group_size]; a row's last
-    group is padded with its last weight. valid is None, or shaped like groups, 1 for each weight and 0 for padding.
-    scales and zeros [n] cover each group's range.
+    Some rows are quantized at a time, so that they stay in a cache. ``quantize`` maps (groups, valid, scales, zeros) to
+    codes and zeros. groups is float32 [n, group_size]; a row's last group is padded with its last weight. valid is
+    None, or shaped like groups, 1 for each weight and 0 for padding. scales and zeros [n] cover each group's range.
     """
     _check_shape(weight, format)
     missing = format.padded_columns - format.columns
@@ -151,10 +158,11 @@ def quantize_groups(
 
 
 def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
-    """Return scale and zero [n], in the format's dtype, that cover each group from its smallest to its largest weight.
+    """Return scale and zero of each group, [n] in the format's dtype.
 
-    The scale is rounded up, so that rounding never clips an end. A group of equal weights gets scale 0 and the weight
-    as its zero. Raises ValueError for weights that are not finite, or too large for the dtype.
+    They cover the group from its smallest to its largest weight. The scale is rounded up, so that rounding never clips
+    an end. A group of equal weights gets scale 0 and the weight as its zero. Raises ValueError for weights that are not
+    finite, or too large for the dtype.
     """
     low, high = groups.aminmax(dim=1)
     exact = (high - low) / (2**format.bits - 1)
@@ -170,7 +178,10 @@ def group_ranges(groups: Tensor, format: MatrixFormat) -> tuple[Tensor, Tensor]:
 
 
 def nearest_codes(groups: Tensor, scales: Tensor, zeros: Tensor, format: MatrixFormat) -> Tensor:
-    """Return the code nearest to each weight, float32, shaped like groups; the middle one where the scale is 0."""
+    """Return the code nearest to each weight: float32, shaped like ``groups``.
+
+    It is the middle code where the scale is 0.
+    """
     steps = torch.where(scales == 0, torch.inf, scales).float().unsqueeze(1)
     offsets = (groups - zeros.float().unsqueeze(1)).div_(steps).round_()
     return offsets.add_(format.encoding.midpoint).clamp_(0, 2**format.bits - 1)

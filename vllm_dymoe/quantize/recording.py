@@ -1,4 +1,4 @@
-"""Records the inputs of a running model's experts, and the routing of every MoE layer.
+"""Records the inputs of a running model's experts, and every layer's routing.
 
 A Hessian for each expert of Qwen3-30B-A3B would take 48 * 128 * (2048^2 + 768^2) * 4 bytes = 118 GB, and the inputs of
 down exist only inside a kernel. The inputs of 131072 tokens take 26 GB and are written to disk; every Hessian follows
@@ -28,7 +28,10 @@ _UNFINISHED = ".unfinished"
 
 
 class CalibrationError(RuntimeError):
-    """A calibration that cannot be made or used; the message is one sentence for the user."""
+    """A calibration cannot be made or used.
+
+    The message is one sentence for the user.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest. Raises CalibrationError if there is none that this version can read."""
+        """Read the manifest of a folder.
+
+        Raises CalibrationError if there is none that this version can read.
+        """
         path = folder / MANIFEST
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes())
@@ -101,9 +107,9 @@ def check_space(recording: Recording, folder: Path) -> None:
 
 
 class PartWriter:
-    """Takes the inputs of every layer, step by step, up to a number of tokens; only one step is in memory.
+    """Takes the inputs of every layer, step by step, up to a number of tokens.
 
-    Raises CalibrationError if the file cannot be written, or another process is writing it.
+    Only one step is in memory. Raises CalibrationError if the file cannot be written, or another process is writing it.
     """
 
     def __init__(self, path: Path, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype, tokens: int) -> None:
@@ -120,6 +126,9 @@ class PartWriter:
         )
         try:
             self._file = create(self._unfinished, exclusive=False)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)  # left by a killed run
             write_at(self._file, header, 0)
@@ -127,10 +136,14 @@ class PartWriter:
             os.close(self._file)
             raise CalibrationError(f"another process is recording to {path.parent}; wait for it.") from None
         except OSError as error:
+            os.close(self._file)
             raise self._refused(error) from error
 
     def add(self, layer: int, inputs: Tensor, weights: Tensor, experts: Tensor) -> None:
-        """Record one step of a layer (an index): inputs [tokens, hidden], weights and experts [tokens, top_k]."""
+        """Record one step of a layer.
+
+        ``layer`` is an index, ``inputs`` [tokens, hidden], ``weights`` and ``experts`` [tokens, top_k].
+        """
         done = self._done[layer]
         rows = min(len(inputs), self._tokens - done)
         if rows <= 0:
@@ -145,7 +158,10 @@ class PartWriter:
         self._done[layer] += rows
 
     def finish(self) -> None:
-        """Sync the part and give it its name. Raises CalibrationError if tokens are missing."""
+        """Sync the part and give it its name.
+
+        Raises CalibrationError if tokens are missing.
+        """
         if missing := self._tokens - min(self._done):
             self.discard()
             raise CalibrationError(

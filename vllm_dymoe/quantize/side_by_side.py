@@ -1,4 +1,7 @@
-"""Runs pieces of work concurrently, each on one core: quantizing is many small operations, too small to be split."""
+"""Runs pieces of work concurrently, each on one core.
+
+Quantizing is many small operations, too small to be split.
+"""
 
 import contextlib
 import os
@@ -18,7 +21,10 @@ _MOST_BYTES = 1 << 30
 
 
 class SideBySide:
-    """Runs pieces of work that one thread submits; calls ``done`` with each one's arguments, in that order."""
+    """Runs pieces of work that one thread submits.
+
+    Calls ``done`` with each one's arguments, in the order of submission.
+    """
 
     def __init__(self, done: Callable[..., object]) -> None:
         self._done = done
@@ -28,7 +34,10 @@ class SideBySide:
         self._bytes = 0
 
     def submit(self, nbytes: int, do: Callable[..., object], *arguments: Any) -> None:
-        """Submit a piece that needs ``nbytes`` bytes, once there is room; raises the error of an earlier piece."""
+        """Submit a piece that needs ``nbytes`` bytes, once there is room.
+
+        Raises the error of an earlier piece.
+        """
         while self._pending and (len(self._pending) == self._most or self._bytes + nbytes > _MOST_BYTES):
             self._finish_oldest()
         self._pending.append((self._pool.submit(do, *arguments), nbytes, arguments))

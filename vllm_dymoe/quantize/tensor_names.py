@@ -1,4 +1,4 @@
-"""How checkpoints name their experts, and how several projections share one tensor.
+"""How checkpoints name their experts, and how projections share a tensor.
 
 There is a tensor for each projection of each expert (``layers.3.mlp.experts.7.gate_proj``, Mixtral's ``w1``, ``w3``,
 ``w2``), or one for all experts of a layer, a stack: ``experts.gate_up_proj`` [E, 2 I, H] and ``experts.down_proj`` [E,
@@ -43,7 +43,7 @@ class ExpertName:
 
     @property
     def of_model(self) -> bool:
-        """Whether the layers are the model's own, not those of a draft or of another model."""
+        """Whether the layers are the model's own, not a draft's or another model's."""
         return _OTHER_MODELS.isdisjoint(self.layers.split("."))
 
 
@@ -65,17 +65,26 @@ def read_name(name: str) -> ExpertName | None:
 
 @dataclass(frozen=True)
 class Stacking:
-    """Layout of a stack's matrices: columns first or not; rows of gate and up alternating, or one after the other."""
+    """Layout of a stack's matrices.
+
+    Columns come first or not; rows of gate and up alternate, or one follows the other.
+    """
 
     transposed: bool = False
     interleaved: bool = False
 
     def shape(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a matrix [rows, columns], or a bias [rows], has in a stack."""
+        """Return the shape that a matrix, or a bias, has in a stack.
+
+        ``matrix`` is [rows, columns], or [rows].
+        """
         return matrix[::-1] if self.transposed else matrix
 
     def split(self, matrix: Tensor, projections: tuple[Projection, ...]) -> tuple[Tensor, ...]:
-        """Return views of one expert of a stack, or of its bias, for each projection: [rows, columns], or [rows]."""
+        """Return views of one expert's part of a stack, for each projection.
+
+        Views are [rows, columns], or [rows] for a bias.
+        """
         rows = matrix.t() if self.transposed else matrix  # t() does not change a bias
         return tuple(rows[part] for part in self.rows(rows.shape[0], projections))
 

@@ -1,4 +1,7 @@
-"""Finds the tensors of a checkpoint, and copies some of them byte for byte into shards of our own."""
+"""Finds the tensors of a checkpoint, and copies some of them.
+
+Copies are made byte for byte, into shards of our own.
+"""
 
 import json
 import math
@@ -17,7 +20,10 @@ _PIECE_BYTES = 16 * 2**20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read or written; the message is one sentence for the user."""
+    """A checkpoint cannot be read or written.
+
+    The message is one sentence for the user.
+    """
 
 
 def read_tensors(folder: Path) -> dict[str, TensorPlace]:
@@ -38,14 +44,18 @@ def read_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def check_files(folder: Path) -> list[TensorPlace]:
-    """Return all tensors; CheckpointError if a safetensors file is missing or shorter than its header says."""
+    """Return all tensors of a checkpoint.
+
+    Raises CheckpointError if a safetensors file is missing or shorter than its header says.
+    """
     return [place for path in weight_files(folder) for place in read_places(path).values()]
 
 
 def copy_tensors(tensors: Iterable[TensorPlace], folder: Path, progress: Callable[[int], None]) -> None:
-    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors``; ``progress`` gets the bytes done.
+    """Copy tensors into synced shards ``model-00001-of-0000n.safetensors``.
 
-    An index keeps other files out of vLLM's loader. CheckpointError if a source file ends early.
+    An index keeps other files out of vLLM's loader. ``progress`` gets the bytes done. Raises CheckpointError if a
+    source file ends early.
     """
     # Wide elements first, so that each tensor is aligned to its own size; then in the order of the sources.
     shards: list[list[TensorPlace]] = [[]]
@@ -88,10 +98,9 @@ def weight_files(folder: Path) -> list[Path]:
 def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -> None:
     """Raise CheckpointError for a link that leads out of a checkpoint.
 
-    Its target would be copied, published or served.
-
-    A snapshot of the Hugging Face hub has links to the blobs next to it, which belong to it. With ``hub`` other blobs
-    of the hub's cache are allowed, too: `hf download --local-dir` linked to them before huggingface_hub 0.23.
+    Its target would be copied, published or served. A snapshot of the Hugging Face hub has links to the blobs next to
+    it, which belong to it. With ``hub`` other blobs of the hub's cache are allowed, too: `hf download --local-dir`
+    linked to them before huggingface_hub 0.23.
     """
     whole, roots = folder.resolve(), [folder.resolve()]
     if whole.parent.name == "snapshots":
@@ -107,7 +116,10 @@ def check_own_files(folder: Path, files: Iterable[Path], *, hub: bool = False) -
 
 
 def _is_inside(name: object) -> bool:
-    """Return whether an index may name a file like this: inside the folder of the index."""
+    """Return whether a name in an index is inside the index's folder.
+
+    Other names are not allowed.
+    """
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -115,7 +127,10 @@ def _is_inside(name: object) -> bool:
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
-    """Return the tensors of one file, by name; CheckpointError if it is damaged, or a dangling link."""
+    """Return the tensors of one file, by name.
+
+    Raises CheckpointError if it is damaged, or a dangling link.
+    """
     try:
         file = open_regular(path)
         try:

@@ -1,4 +1,7 @@
-"""The expert server of one rank: budget, cache and executors of all MoE layers, and changes between steps."""
+"""The expert server of one rank.
+
+It holds budget, cache and executors of all MoE layers, and changes them between steps.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -65,9 +68,13 @@ class Parts:
     def decode_kernel(
         self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
     ) -> SmallBatchKernel:
-        """Return what plans and computes decode steps without the host; ValueError if the kernel cannot.
+        """Return what plans and computes decode steps without the host.
 
-        ``link_gbps`` emulates a link of that rate.
+        Args:
+            link_gbps: rate in GB/s of an emulated link; None without one.
+
+        Raises:
+            ValueError: the kernel cannot.
         """
         if isinstance(kernel, CpuKernel):
             return PlainKernels(kernel, experts.of_layers, link_gbps)
@@ -95,9 +102,13 @@ class _Spending:
     automatic: int  # bytes to use if the budget is automatic
 
     def plan(self, budget: ExpertBudget | int, options: Options, policy: Policy, overhead: int) -> SlotPlan:
-        """Return the slot plan of a budget or a limit in bytes, of which ``overhead`` bytes are not for slots.
+        """Return the slot plan of a budget, or of a limit in bytes.
 
-        ConfigError as for ``plan_slots``.
+        Args:
+            overhead: bytes of the budget that are not for slots.
+
+        Raises:
+            ConfigError: as for ``plan_slots``.
         """
         if isinstance(budget, ExpertBudget):
             budget = limit_in_bytes(budget, self.experts, options, overhead, self.automatic)
@@ -106,7 +117,10 @@ class _Spending:
 
 @dataclass(frozen=True, eq=False)
 class _DevicePlanning:
-    """Objects of device-planned steps, which live as long as the server because captured graphs use them."""
+    """Objects of device-planned steps.
+
+    They live as long as the server, because captured graphs use them.
+    """
 
     table: DeviceTable
     memory: StepMemory
@@ -117,7 +131,10 @@ class _DevicePlanning:
 
 @dataclass(frozen=True, eq=False)
 class _Serving:
-    """The objects that serve one allocation of slots and one policy; replaced as a whole."""
+    """The objects that serve one allocation of slots and one policy.
+
+    They are replaced as a whole.
+    """
 
     options: Options
     cache: DeviceCache
@@ -134,8 +151,8 @@ class ExpertServer:
     Args:
         agree: exchanges values with ranks that have other parts of the same experts, for policies that move versions.
         around: MoE layers of a pipeline before this stage and after it.
-        predictor: predicts experts, or what makes it if anyone asks; it is told whether the device asks, whose captured
-            graphs cannot be given another one.
+        predictor: predicts experts, or a function that makes the predictor when one is needed. The function is told
+            whether the device asks, because captured graphs cannot be given another predictor.
         rates: file that stores the rates of link and CPU; None to measure them every time.
         on_late: called with a message if the CPU has not answered the device in time.
         training_bytes: device memory for training a predictor, part of the budget.
@@ -240,11 +257,10 @@ class ExpertServer:
         self._replace("expert_budget", self.options, self.policy, plan)
 
     def resize_host_memory(self, wanted: Any) -> None:
-        """Change the budget of host memory, given as for the option; the tier starts empty.
+        """Change the budget of host memory, given as for the option.
 
-        On a CPU it is the expert budget.
-
-        On a ValueError the old budget stays: there is no such tier, or the value is too small or too large.
+        The tier starts empty. On a CPU this changes the expert budget. On a ValueError the old budget stays: there is
+        no such tier, or the value is too small or too large.
         """
         parsed, host_cache = ExpertBudget.parse(wanted), self.host_cache
         if host_cache is None and self.device.type == "cpu" and self.options.link_gbps is None:
@@ -260,10 +276,11 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
 
     def set_precision(self, /, **changes: Any) -> None:
-        """Change retention, precisions or another parameter of the policy, see :func:`~.precision.changed_precision`.
+        """Change retention, precisions or another parameter of the policy.
 
-        The budget stays. If its slots have to be divided in another way, the cache starts empty. On a ConfigError
-        nothing changes: a value is invalid, or a read that was given up has not ended yet.
+        See :func:`~.precision.changed_precision` for what can change. The budget stays. If its slots have to be
+        divided in another way, the cache starts empty. On a ConfigError nothing changes: a value is invalid, or a read
+        that was given up has not ended yet.
         """
         options = changed_precision(self.options, self.experts.formats, changes)
         policy = make_policy(options).of_stage(*self._around)
@@ -281,7 +298,10 @@ class ExpertServer:
 
     @property
     def ranks_add_up(self) -> bool:
-        """Whether other ranks have parts of the same experts, and precisions depend on the traffic of all of them."""
+        """Whether precisions depend on the traffic of several ranks.
+
+        These ranks have parts of the same experts.
+        """
         return self._agree is not list and len(self.policy.precision.precisions) > 1
 
     def start_over(self) -> None:
@@ -298,16 +318,20 @@ class ExpertServer:
         self.serve(self.options, self.policy)
 
     def use_predictor(self, predictor: Predictor) -> None:
-        """Use another predictor from the next step on, if predictions are used; it must fit into ``predictor_room``."""
+        """Use another predictor from the next step on, if predictions are used.
+
+        It must fit into ``predictor_room``.
+        """
         assert self._on_device is None, "captured graphs ask the predictor that was there from the start"
         if not self.unasked:
             self.predictor = Measured(predictor, self.predictor)
             self.serve(self.options, self.policy)
 
     def sleep(self, level: int) -> None:
-        """Free the slots' memory until ``wake``; from level 2 on also the host memory of the experts.
+        """Free the slots' memory until ``wake``.
 
-        Background work may continue. On a ConfigError nothing changes: a read that was given up has not ended yet.
+        From level 2 on, the host memory of the experts is freed, too. Background work may continue. On a ConfigError
+        nothing changes: a read that was given up has not ended yet.
         """
         self._check_awake("falling asleep")
         if level > 1 and isinstance(self.store, HostCache):
@@ -422,7 +446,10 @@ class ExpertServer:
         self, options: Options, policy: Policy, cache: DeviceCache, fetcher: Fetcher[DeviceCache],
         migration: Migration | None,
     ) -> _Serving:  # fmt: skip
-        """Write costs and precisions into the tables, and build the objects that run the steps."""
+        """Build the objects that run the steps.
+
+        Costs and precisions are written into the tables first.
+        """
         table, records = cache.table, options.trace is not None
         policy.precision.begin(self.experts.curves)
         bits = {precision: precision_bits(options, precision) for precision in Precision}
@@ -477,7 +504,10 @@ class ExpertServer:
         return _Serving(options, cache, layers, small_batches)
 
     def _device_waits(self, policy: Policy, bits: Mapping[Precision, int]) -> DeviceWaits | None:
-        """Return what device-planned steps have waited for the link, if the policy follows that."""
+        """Return what device-planned steps have waited for the link.
+
+        None if the policy does not follow that.
+        """
         if self._on_device is None or policy.precision.link_share is None:
             return None
         if self._link_rate is None:
@@ -492,7 +522,10 @@ class ExpertServer:
         self, cache: DeviceCache, policy: Policy, bits: Mapping[Precision, int], migration: Migration | None,
         *, executes: bool, records: bool,
     ) -> CpuExecutor | None:  # fmt: skip
-        """Return the CPU executor; None with a device or an emulated link, or without the native library."""
+        """Return the CPU executor, or None.
+
+        None with a device or an emulated link, and without the native library.
+        """
         kernel = self.kernel
         if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
             return None
@@ -540,7 +573,10 @@ class ExpertServer:
 
     @property
     def overhead(self) -> int:
-        """Bytes of the budget that are not for slots: the kernel's workspace, the predictor, and device-side tables."""
+        """Bytes of the budget that are not for slots.
+
+        They are for the kernel's workspace, the predictor and its training, and device-side tables.
+        """
         predictor = max(self._predictor_room, self.predictor_bytes)
         on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
@@ -602,9 +638,10 @@ class ExpertServer:
             self.store.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless nothing is pinned, no slot is lost and the budget is kept.
+        """Check the server's bookkeeping between two steps.
 
-        Call it between steps.
+        Raises:
+            AssertionError: something is pinned, a slot is lost, or the budget is exceeded.
         """
         self.host_planned.fetcher.collect()
         self._release_disk()
@@ -615,7 +652,10 @@ class ExpertServer:
 
 
 def precision_of(server: ExpertServer) -> Mapping[str, Any]:
-    """Return what decides precision now, and its effect on a single token, as JSON-serialisable data."""
+    """Return what decides precision now, and its effect on a single token.
+
+    The result is JSON-serialisable.
+    """
     options, layers = server.options, len(server.experts.layers)
     shares = server.policy.precision.all_shares(server.experts)
     return {
@@ -632,7 +672,10 @@ def precision_of(server: ExpertServer) -> Mapping[str, Any]:
 
 
 def _untrained_predictor(policy: Policy, experts: ModelExperts) -> Predictor | None:
-    """Return the predictor of a policy that needs neither gates nor training; None if there is no such."""
+    """Return the predictor of a policy that needs neither gates nor training.
+
+    None if the policy has no such predictor.
+    """
     prefetch = policy.prefetch
     if prefetch is None or prefetch.needs_gates or prefetch.needs_predictor:
         return None
@@ -649,14 +692,21 @@ def _check_misses(options: Options, store: HostStore, *, on_cpu: bool) -> None:
 
 
 def _known_rate(options: Options, device: torch.device) -> float | None:
-    """Return bytes per second of an emulated link, infinitely many without a link; None for one to be measured."""
+    """Return bytes per second of an emulated link.
+
+    Infinity without a link; None for a link that has to be measured.
+    """
     return None if device.type == "cuda" else 1e9 * (options.link_gbps or math.inf)
 
 
 def _make_disk_queue(
     store: HostStore, timeout: float | None, device: torch.device, lock: Callable[[torch.Tensor], str | None]
 ) -> DiskQueue:
-    """ConfigError if there is no memory to read into."""
+    """Return the queue that reads experts from disk.
+
+    Raises:
+        ConfigError: there is no memory to read into.
+    """
     try:
         return DiskQueue(store, timeout, device, lock)
     except OSError as error:
@@ -668,7 +718,11 @@ def _make_disk_queue(
 
 
 def check_together(fmt: ExpertFormat) -> None:
-    """ValueError for an expert whose projections a GPU's kernels cannot compute together."""
+    """Check that a GPU's kernels can compute an expert's projections together.
+
+    Raises:
+        ValueError: they cannot.
+    """
     if fmt.down is None:
         return
     up, down = fmt.matrices[1:]

@@ -1,4 +1,7 @@
-"""Data of the live page for one rank: residency and score of every expert in one byte each, and counters."""
+"""Data of the live page for one rank.
+
+Residency and score of every expert take one byte each; counters come in addition.
+"""
 
 import base64
 import os
@@ -28,7 +31,9 @@ def pack_cells(precision: NDArray[np.int8], score: NDArray[Any]) -> NDArray[np.u
 
 
 def live_state(server: ExpertServer, tokens: Mapping[Phase, int]) -> dict[str, Any]:
-    """Return one rank's state as JSON-serialisable data; counters grow from one answer to the next.
+    """Return one rank's state as JSON-serialisable data.
+
+    Counters grow from one answer to the next.
 
     Args:
         tokens: number of tokens that the rank has computed, in prompts and in decode.

@@ -1,10 +1,11 @@
-"""Chooses at start how a GPU's misses are served: all fetched, or shared with the CPU, by measured steps.
+"""Chooses at start how a GPU's misses are served.
 
-Rates from data sheets, or measured one by one, have chosen wrong by factors. So the MoE layers of a few made-up steps
-of one token run both ways on the server as it will be, and the faster way is kept for the next start, with the identity
-of machine, card and storage. CPU execution may change last bits of answers, so it is not changed while serving.
-Prefetch changes none, and needs the idle link time between layers, which MoE layers alone do not have: that is measured
-while serving (``prefetch.pace.StepPace``).
+All of them are fetched, or they are shared with the CPU. Rates from data sheets, or measured one by one, have led to
+choices that were wrong by large factors. So the MoE layers of a few synthetic steps of one token run both ways on the
+server as it will be, and the faster way is kept for the next start, with the identity of machine, card and storage.
+CPU execution may change last bits of answers, so the choice does not change while serving. Prefetch changes no bits,
+and needs the idle link time between layers, which MoE layers alone do not have: that is measured while serving
+(``prefetch.pace.StepPace``).
 """
 
 import time
@@ -40,7 +41,7 @@ def choose_misses(
     make: Callable[[Options], ExpertServer], options: Options, activation: Activation, kept: Path | None,
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter,
 ) -> ExpertServer:  # fmt: skip
-    """Return a server with the faster of the options ``misses`` "share" and "fetch", made from what it was told.
+    """Return a server with the faster of ``misses`` "share" and "fetch".
 
     Args:
         make: makes a server; one at a time exists.
@@ -82,7 +83,10 @@ def choose_misses(
 
 
 def step_seconds(server: ExpertServer, activation: Activation, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the median seconds of the MoE layers of a step of one token; the server forgets the steps afterwards."""
+    """Return the median seconds of the MoE layers of a step of one token.
+
+    The server forgets the measured steps afterwards.
+    """
     path, experts = server.small_batches, server.experts
     assert path is not None
     fmt, generator = next(iter(experts.formats.values())), torch.Generator("cpu").manual_seed(0)

@@ -1,4 +1,7 @@
-"""Changes of precision while a model is served: which options may change, and to which values."""
+"""Changes of precision while a model is served.
+
+This module says which options may change, and to which values.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,7 +15,9 @@ _PRECISIONS = ("high", "low")
 
 
 def changed_precision(options: Options, stored: Collection[int], changes: Mapping[str, Any]) -> Options:
-    """Return the options with other values for high, low, or the policy's parameters that decide precision.
+    """Return the options with other values for what decides precision.
+
+    This can be high, low, or one of the policy's parameters that decide precision.
 
     Args:
         stored: bits of the precisions that the store has.

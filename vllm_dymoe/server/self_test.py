@@ -1,8 +1,8 @@
-"""A self-test of the kernels on the card that serves: one layer of random experts against float64.
+"""A self-test of the kernels on the card that serves.
 
-The layer has the model's own sizes, formats, activation and number of experts, so the test runs the kernels that were
-compiled for this start. It runs once for each card, driver, Triton and version of the plugin; the result is stored next
-to the packed experts.
+One layer of random experts is compared with float64. The layer has the model's own sizes, formats, activation and
+number of experts, so the test runs the kernels that were compiled for this start. It runs once for each card, driver,
+Triton and version of the plugin; the result is stored next to the packed experts.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ def self_test(
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
-    """Return the stored result for the kernels on this device, or run the self-test if there is none.
+    """Return the stored result for the kernels on this device, or test them now.
 
     Args:
         activations: those of the model's layers, each once.
@@ -110,15 +110,17 @@ def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
     device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode,
 ) -> KernelChoice:  # fmt: skip
-    """Return the fastest kernels that pass their self-test on this card; plain ones if it cannot run.
+    """Return the fastest kernels that pass their self-test on this card.
 
-    Device-side planning is tried before host-side planning, and with each the faster ways to decode first.
+    Device-side planning is tried before host-side planning, and with each the faster ways to decode first. If the test
+    cannot run, the result is the plain kernels.
 
     Args:
         say: gets each sentence for the log.
         at_most: the fastest way to decode that may be chosen.
 
-    ConfigError if the plain kernels are wrong with host-side planning, too.
+    Raises:
+        ConfigError: the plain kernels are wrong with host-side planning, too.
     """
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
     for by_device in (True, False) if device_plans else (False,):
@@ -220,7 +222,10 @@ def _run(
 
 
 def _options(options: Options, *, device_plans: bool) -> Options:
-    """Return options under which every expert has one precision and only transfers delay a step."""
+    """Return options under which only transfers delay a step.
+
+    Every expert has one precision.
+    """
     policy = {"policy": "exact", "policy_options": {"look_ahead": 0}}
     if options.low:
         policy = {"policy": "dymoe", "policy_options": {"look_ahead": 0, "retention": 1, "reuse_high": False}}
@@ -232,7 +237,10 @@ def _options(options: Options, *, device_plans: bool) -> Options:
 
 
 class _Work:
-    """Random tokens of a step, and their exact result in float64 for experts at one precision, on the CPU."""
+    """Random tokens of a step, and their exact result.
+
+    The result is computed in float64 on the CPU, for experts at one precision.
+    """
 
     def __init__(self, store: "_RandomStore", fmt: ExpertFormat, activation: Activation) -> None:
         experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
@@ -249,7 +257,11 @@ class _Work:
 
 
 def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
-    """Run a step twice, with misses and then with hits; return in words what is wrong, or ""."""
+    """Run a step twice, with misses and then with hits.
+
+    Returns:
+        in words what is wrong, or "".
+    """
     fmt, want = work.fmt, work.want[:rows]
     x, weights, ids = (tensor[:rows].to(server.device) for tensor in (work.x, work.weights, work.ids))
     first, second = (_step(server, x, weights, ids, work.activation).cpu() for _ in range(2))
@@ -283,7 +295,10 @@ def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activat
 
 
 class _RandomStore(HostStore):
-    """A store of few random experts in memory, whose bytes all experts of a layer share."""
+    """A store of few random experts in memory.
+
+    All experts of a layer share their bytes.
+    """
 
     whole = True
 

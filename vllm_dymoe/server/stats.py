@@ -1,4 +1,7 @@
-"""Statistics of one rank: a snapshot of all counters, as plain numbers that processes can exchange."""
+"""Statistics of one rank.
+
+A snapshot has all counters, as plain numbers that processes can exchange.
+"""
 
 # ruff: noqa: RUF009
 from collections.abc import Sequence
@@ -13,7 +16,12 @@ from vllm_dymoe.prefetch import Measured, PredictionStats
 
 
 def _count(meaning: str, label: str | None = None, **more: Any) -> Any:
-    """Return a field that is published as a metric; ``label`` is the metric's label for the keys of a dictionary."""
+    """Return a field that is published as a metric.
+
+    Args:
+        meaning: the metric's help text.
+        label: the metric's label for the keys of a dictionary; None for a single number.
+    """
     return field(metadata={"meaning": meaning, "label": label, "gauge": False, **more})
 
 
@@ -26,7 +34,9 @@ _COUNTED = ("hits", "misses", "cpu_executed", "promotions", "reuses", "evictions
 
 @dataclass(frozen=True)
 class ServerStats:
-    """A snapshot of one rank; ``vllm_plugin.metrics`` publishes every field except ``hit_rate``.
+    """A snapshot of one rank.
+
+    ``vllm_plugin.metrics`` publishes every field except ``hit_rate``.
 
     - A prefetch is useful (needed, and arrived in time), late (needed before it arrived), wasted (not needed) or
       cancelled (before a byte moved).

@@ -40,12 +40,18 @@ class GateWeights:
 
 
 def correction_name(scoring: Scoring) -> str:
-    """Return the name of the tensor that ``named_correction`` has for such a scoring."""
+    """Return the name under which ``named_correction`` stores a correction.
+
+    ``scoring`` is that of the gates.
+    """
     return _CORRECTION + scoring
 
 
 def find_correction(tensors: Mapping[str, torch.Tensor]) -> tuple[Scoring, torch.Tensor | None]:
-    """Return scoring and correction, as ``named_correction`` has stored them among tensors."""
+    """Return the scoring and the correction stored among tensors.
+
+    Tensors are named as by ``named_correction``; the correction is None if there is none.
+    """
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
     for scoring in scorings:
         if (correction := tensors.get(_CORRECTION + scoring)) is not None:

@@ -1,7 +1,7 @@
-"""Records routing while a model serves.
+"""Recording of routing while a model serves.
 
 A step copies its routing on the device, and to the host when it ends, without waiting for the device or a disk. A
-thread writes parts by size and by time; whatever happens to the process, existing parts are complete.
+thread writes parts by size and by time. Whatever happens to the process, parts that have been written are complete.
 """
 
 import os
@@ -50,9 +50,10 @@ class _Step:
 
 
 class Recorder:
-    """Writes the routing of every step into a folder, until that has ``limit`` bytes, including earlier content.
+    """Writes the routing of every step into a folder, up to a size.
 
-    TraceError if the folder cannot be written to, or contains traces of another kind.
+    Recording ends when the folder has ``limit`` bytes, including its earlier content. Raises TraceError if the folder
+    cannot be written to, or contains traces of another kind.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Recorder:
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._write_parts, name="vllm-dymoe trace", daemon=True)
         self._thread.start()
-        # vLLM's workers are children of multiprocessing, at whose end atexit's functions are not called.
+        # vLLM's workers are children of multiprocessing, which does not call atexit's functions when they end.
         self._at_exit = Finalize(self, self.close, exitpriority=10)
 
     def begin(self) -> None:
@@ -92,9 +93,9 @@ class Recorder:
         self._step = _Step() if self.recording else None
 
     def record(self, layer: int, experts: torch.Tensor, **others: torch.Tensor | None) -> None:
-        """Copy a layer's routing: columns of a trace, by name, with expert ids over all ranks.
+        """Copy a layer's routing: columns of a trace, by name.
 
-        The first layer determines which columns a step has.
+        ``experts`` are expert ids over all ranks. The first layer determines which columns a step has.
         """
         step = self._step
         if step is None:
@@ -137,7 +138,10 @@ class Recorder:
                 self._changed.notify()
 
     def take_gates(self, gates: GateWeights) -> None:
-        """Write the model's gates with the next part, because a predictor is trained from them; once is enough."""
+        """Write the model's gates with the next part.
+
+        A predictor is trained from them; writing them once is enough.
+        """
         if self.inputs:
             self._gates = gates
 

@@ -6,9 +6,9 @@ from vllm_dymoe.trace.trace import Trace
 
 
 def popularity(trace: Trace) -> torch.Tensor:
-    """Return each expert's share of its layer's choices (DuoServe-MoE Eq. 2): float64 [layers, experts].
+    """Return each expert's share of its layer's choices (DuoServe-MoE Eq. 2).
 
-    Rows sum to 1, or to 0 for a layer without choices.
+    The result is float64 [layers, experts]. Rows sum to 1, or to 0 for a layer without choices.
     """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     index = (trace.experts.long() + experts * torch.arange(layers)[:, None]).flatten()
@@ -17,9 +17,10 @@ def popularity(trace: Trace) -> torch.Tensor:
 
 
 def affinity(trace: Trace) -> torch.Tensor:
-    """Return the probability of an expert of the next layer given one of this layer (DuoServe-MoE Eq. 3).
+    """Return how probable each expert is after one of the layer before it.
 
-    float64 [layers - 1, experts, experts]; rows sum to 1, or to 0 for experts that were never chosen.
+    Entry [l, a, b] is the probability of expert b in layer l + 1, given expert a in layer l (DuoServe-MoE Eq. 3). The
+    result is float64 [layers - 1, experts, experts]; rows sum to 1, or to 0 for experts that were never chosen.
     """
     layers, experts = trace.header.num_layers, trace.header.num_experts
     counts = torch.zeros(layers - 1, experts, experts, dtype=torch.float64)

@@ -26,7 +26,10 @@ def synthetic_trace(
     locality: float = 0.3,  # probability that a choice repeats one of the previous token
     seed: int = 0,
 ) -> Trace:
-    """Return requests of equal length that are served together: all prompts first, then one token of each per step."""
+    """Return a trace of requests of equal length that are served together.
+
+    All prompts come first, then one token of each request per step.
+    """
     random, length = torch.Generator().manual_seed(seed), prompt + decode
     chosen = _choices(header, requests, length, skew, locality, random)
     # From [position, request] to the order of the steps: prompts one after the other, then decode in turn.

@@ -1,4 +1,7 @@
-"""Routing of each token (DuoServe-MoE Eq. 1), in memory and as safetensors files (docs/traces.md)."""
+"""Traces: the routing of each token, in memory and as files.
+
+A trace is DuoServe-MoE's Eq. 1; files are in safetensors format (docs/traces.md).
+"""
 
 import contextlib
 import itertools
@@ -21,7 +24,10 @@ _KIND = "vllm-dymoe trace"
 
 
 class TraceError(RuntimeError):
-    """A trace that cannot be read or used; the message is one sentence that names the file."""
+    """A trace cannot be read or used.
+
+    The message is one sentence that names the file.
+    """
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
@@ -45,10 +51,11 @@ def columns(header: ModelIdentity, tokens: int) -> dict[str, tuple[tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Tokens in the order in which they were computed; TraceError if tensors do not fit each other or the header.
+    """Routing of tokens, in the order in which they were computed.
 
     A token that was computed twice, after a preemption or because a drafted token before it was wrong, occurs twice;
-    ``by_request`` keeps the last one. Columns that were not recorded are None.
+    ``by_request`` keeps the last one. Columns that were not recorded are None. Raises TraceError if tensors do not fit
+    each other or the header.
     """
 
     header: ModelIdentity  # the model of the routers
@@ -70,7 +77,7 @@ class Trace:
             tensor = tensors.get(name)
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
                 raise TraceError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)} , but the header and other tensors need {dtype} "
+                    f"{name} are {tensor.dtype} {list(tensor.shape)}, but the header and other tensors need {dtype} "
                     f"{list(shape)}."
                 )
         if tokens == 0:
@@ -101,7 +108,10 @@ class Trace:
         return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
     def in_order(self) -> torch.Tensor:
-        """Return every token of every request once, by request and position: int64 [different tokens]."""
+        """Return every token of every request once: int64 [different tokens].
+
+        Tokens are ordered by request, then by position.
+        """
         key = self.request.long() * (int(self.position.max()) + 1 if self.num_tokens else 1) + self.position
         order = key.argsort(stable=True)
         last = torch.ones_like(key, dtype=torch.bool)
@@ -109,20 +119,29 @@ class Trace:
         return order[last]
 
     def by_request(self) -> Iterator[torch.Tensor]:
-        """Return the tokens of each request in the order of positions, each once: int64 [tokens of the request]."""
+        """Yield the tokens of each request: int64 [tokens of the request].
+
+        Each token comes once, in the order of positions.
+        """
         order = self.in_order()
         _, counts = self.request[order].unique_consecutive(return_counts=True)
         yield from order.split(counts.tolist())
 
     def steps(self, batch: int) -> torch.Tensor:
-        """Return the tokens of each step if requests are served ``batch`` at a time: int64 [steps, batch]."""
+        """Return the tokens of each step: int64 [steps, batch].
+
+        Requests are served ``batch`` at a time.
+        """
         requests = list(self.by_request())
         groups = [requests[first : first + batch] for first in range(0, len(requests) - batch + 1, batch)]
         together = [torch.stack([tokens[: min(map(len, group))] for tokens in group], 1) for group in groups]
         return torch.cat([torch.empty(0, batch, dtype=torch.long), *together])
 
     def select(self, tokens: torch.Tensor) -> "Trace":
-        """Return the same trace with some of its tokens, given as a mask or indices; requests keep their numbers."""
+        """Return the same trace with some of its tokens only.
+
+        ``tokens`` is a mask or indices. Requests keep their numbers.
+        """
         chosen: dict[str, Any] = {name: tensor[tokens] for name, tensor in self.tensors().items()}
         return replace(self, **chosen)
 
@@ -147,9 +166,10 @@ class Trace:
 
 
 def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Tensor], run: str = "") -> None:
-    """Write one file atomically, readable by this user only; TraceError if it cannot be written.
+    """Write one file atomically, readable by this user only.
 
-    Tensors are named as in ``columns``; files of one ``run`` number their requests together.
+    Tensors are named as in ``columns``; files of one ``run`` number their requests together. Raises TraceError if the
+    file cannot be written.
     """
     metadata = {
         "kind": _KIND,
@@ -165,9 +185,9 @@ def write_file(path: Path, header: ModelIdentity, tensors: Mapping[str, torch.Te
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Mapping[str, str], ModelIdentity]]:
-    """Open a file of a trace; yields the file, its metadata and its model.
+    """Open a file of a trace; yield the file, its metadata and its model.
 
-    Errors inside become a TraceError with its path.
+    Errors inside the context become a TraceError with the file's path.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -214,7 +234,10 @@ def _read(path: Path) -> _Part:
 
 
 def _joined(parts: Sequence[_Part]) -> Trace:
-    """Return one trace from several files; each run's requests are numbered after those of the run before."""
+    """Return one trace from several files.
+
+    Each run's requests are numbered after those of the run before.
+    """
     gates = next((part.trace.gates for part in parts if part.trace.gates is not None), None)
     if any(part.trace.router_inputs is not None and part.trace.next_gate is None for part in parts):
         gates = None  # they turned out to be wrong

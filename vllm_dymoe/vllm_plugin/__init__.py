@@ -36,7 +36,10 @@ def register() -> None:
 
 
 def refusing_config(problem: str) -> type:
-    """Return a quantization config that raises ``RuntimeError(problem)`` when it is used, for an unsupported vLLM."""
+    """Return a quantization config that raises an error when it is used.
+
+    It is for an unsupported vLLM; the error is ``RuntimeError(problem)``.
+    """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     def refuse(*_: Any) -> None:
@@ -48,7 +51,11 @@ def refusing_config(problem: str) -> type:
 
 
 def version_problem(installed: str | None = None) -> str | None:
-    """Return why the installed vLLM, or the given version, is not supported; None if it is."""
+    """Return why a vLLM is not supported; None if it is.
+
+    Args:
+        installed: the version; None for that of the installed vLLM.
+    """
     name, installed = ("vllm", installed) if installed else _installed_vllm()
     version = Version(installed)
     if version.is_devrelease or version.release[:2] == (0, 0):

@@ -22,7 +22,11 @@ _STEP_LIMIT = 7.0  # of Step-3.5, built into vLLM's kernel for it
 
 
 def activation_of(layer: Any) -> Activation:
-    """Return the activation of a RoutedExperts' experts; ConfigError if kernels do not have it."""
+    """Return the activation of a RoutedExperts' experts.
+
+    Raises:
+        ConfigError: the kernels do not have it.
+    """
     if (known := _known(layer)) is None:
         raise ConfigError(
             f"vllm-dymoe: {layer.layer_name} needs the expert activation {layer.moe_config.activation.value} with "
@@ -39,7 +43,10 @@ def _known(layer: Any) -> Activation | None:
         return Activation.SWIGLU_OAI
 
     def number(name: str) -> float | None:
-        """Return a number of the layer's configuration, which vLLM 0.26 has in the layer only."""
+        """Return a number of the layer's configuration.
+
+        vLLM 0.26 has such numbers in the layer only.
+        """
         found: float | None = getattr(moe, name, None)
         return getattr(layer, name, None) if found is None else found
 

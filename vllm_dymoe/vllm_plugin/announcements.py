@@ -1,4 +1,7 @@
-"""Messages for users: the logger, the lines at start, and the summary for users of ``LLM()``."""
+"""Messages for users.
+
+These are the logger, the lines at start, and the summary for users of ``LLM()``.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -23,7 +26,10 @@ logger = init_logger("vllm.plugins.dymoe")
 
 
 def end_with_sentences() -> None:
-    """Make the command ``vllm`` print only the message if one of our errors ends it; programs keep their traceback."""
+    """Make the command ``vllm`` print only the message of an error of ours.
+
+    This concerns an error that ends the command; other programs keep their traceback.
+    """
     if Path(sys.argv[0]).name != "vllm":
         return
     before = sys.excepthook
@@ -38,7 +44,10 @@ def end_with_sentences() -> None:
 
 
 def version() -> str:
-    """Return the version; empty for a checkout that is not installed, as on a GPU host without a network."""
+    """Return the version; empty for a checkout that is not installed.
+
+    A GPU host without a network may have such a checkout.
+    """
     try:
         return metadata.version("vllm-dymoe")
     except metadata.PackageNotFoundError:
@@ -121,7 +130,11 @@ def _by_name(server: ExpertServer) -> str:
 
 
 def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
-    """Return warnings about settings that work badly, for one of ``expert_ranks`` ranks that share the experts."""
+    """Return warnings about settings that work badly.
+
+    Args:
+        expert_ranks: number of ranks that share the experts; the warnings are for one of them.
+    """
     experts, options, plan = server.experts, server.options, server.slot_plan
     shares = server.policy.precision.all_shares(experts)
     found = []
@@ -163,7 +176,10 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of all ranks since the start or the last reset, in vLLM's order of ranks; prints as aligned text."""
+    """Counts of all ranks since the start or the last reset.
+
+    Ranks are in vLLM's order. A summary prints as aligned text.
+    """
 
     ranks: tuple[ServerStats, ...]
 

@@ -1,4 +1,7 @@
-"""The size of an automatic budget: vLLM's numbers for the rule in ``executor.device_share``."""
+"""The size of an automatic budget.
+
+This module supplies vLLM's numbers for the rule in ``executor.device_share``.
+"""
 
 import os
 from collections import Counter
@@ -46,10 +49,13 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
 
 
 def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) -> int:
-    """Return the bytes of vLLM's KV cache after its profile run, ``available`` and what experts gave up for it.
+    """Return the bytes of vLLM's KV cache after its profile run.
 
-    If an automatic budget leaves less than one request of ``max_model_len`` tokens needs, it shrinks by the difference.
-    A budget that the user set stays, and so do those of ranks that add up parts of the same experts.
+    If an automatic budget leaves less than one request of ``max_model_len`` tokens needs, the budget shrinks by the
+    difference. A budget that the user set stays, and so do those of ranks that add up parts of the same experts.
+
+    Args:
+        available: bytes that the profile run left; the result adds what experts gave up.
     """
     fixed = vllm_config.model_config.original_max_model_len != -1
     if not (server.options.expert_budget.is_auto and fixed) or server.ranks_add_up:
@@ -69,7 +75,11 @@ def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) ->
 
 
 def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: int, workspace: int) -> int:
-    """Return the budget on a CPU: ``host_memory`` if no other was set. ConfigError if the budget exceeds it."""
+    """Return the budget on a CPU: ``host_memory``, or ``automatic`` if that is unset.
+
+    Raises:
+        ConfigError: an ``expert_budget`` that the user set exceeds ``host_memory``.
+    """
     allowed = host_memory_bytes(options.host_memory, experts)
     if allowed is None:
         return automatic
@@ -84,7 +94,10 @@ def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: in
 
 
 def kv_cache_bytes(vllm_config: VllmConfig) -> int:
-    """Return the bytes of KV cache that one request of ``max_model_len`` tokens needs in this rank's layers."""
+    """Return the bytes of KV cache that one request needs in this rank's layers.
+
+    The request has ``max_model_len`` tokens.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     own = (layer for layer in layers if not getattr(layer, "kv_sharing_target_layer_name", None))
     specs = [spec for layer in own if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]

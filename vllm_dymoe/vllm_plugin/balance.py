@@ -1,4 +1,6 @@
-"""Expert-parallel load balancing (EPLB): vLLM moves experts between ranks; here only their ids move.
+"""Expert-parallel load balancing (EPLB).
+
+vLLM moves experts between ranks; here only their ids move.
 
 A *physical* expert of vLLM belongs to a rank and represents an expert of the model; several may represent a busy one.
 vLLM balances by sending the weights of physical experts from rank to rank (``rearrange_expert_weights_inplace``). Here
@@ -31,7 +33,14 @@ def owned(local: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def refuse_balancing(parallel: ParallelConfig, others: Mapping[str, bool]) -> None:
-    """Raise ConfigError for options of vLLM, and ``others``, that cannot be combined with load balancing."""
+    """Check vLLM's options, and others, against load balancing.
+
+    Args:
+        others: further options that load balancing excludes, and whether each is on.
+
+    Raises:
+        ConfigError: one of them cannot be combined with it.
+    """
     refused = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-elastic-ep": getattr(parallel, "enable_elastic_ep", False),

@@ -1,4 +1,7 @@
-"""The number of tokens of a step, where the user has set none: vLLM's numbers for the rule in ``plan.choice``."""
+"""The number of tokens of a step, where the user has set none.
+
+This module supplies vLLM's numbers for the rule in ``plan.choice``.
+"""
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -16,7 +19,10 @@ _SHARE = 0.8  # of the memory that vLLM may use, for weights if the budget is au
 
 
 def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Options) -> int | None:
-    """Return a value for ``max_num_batched_tokens`` if the user set none, and log why; None for vLLM's own choice."""
+    """Return a value for ``max_num_batched_tokens``, and log why.
+
+    None for vLLM's own choice.
+    """
     scheduler, model = config.scheduler_config, config.model_config
     if current_platform.device_type != "cuda" or experts is None or not scheduler.enable_chunked_prefill:
         return None

@@ -1,8 +1,9 @@
-"""Data parallelism with expert parallelism: the tokens of all ranks are exchanged at each rank's experts.
+"""Data parallelism with expert parallelism.
 
-vLLM runs the ranks' models in lockstep: a rank without requests computes a dummy batch meanwhile. Each rank sends its
-rows to all others, computes its own experts for all rows, and receives the sums for its rows. Only a rank itself knows
-which of its rows are tokens, so they are marked before they are sent: padding is not a use of an expert.
+The tokens of all ranks are exchanged at each rank's experts. vLLM runs the ranks' models in lockstep: a rank without
+requests computes a dummy batch meanwhile. Each rank sends its rows to all others, computes its own experts for all
+rows, and receives the sums for its rows. Only a rank itself knows which of its rows are tokens, so they are marked
+before they are sent: padding is not a use of an expert.
 """
 
 from typing import Any
@@ -17,7 +18,10 @@ _NOTHING, _DECODED, _PREFILLED = range(3)
 
 
 class Gathered:
-    """Tokens of all ranks in a layer: x, weights, ids; the phase is prefill if any rank processes a prompt."""
+    """Tokens of all ranks in a layer: x, weights, ids.
+
+    The phase is prefill if any rank processes a prompt.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,10 @@ class Gathered:
         self.x, self.weights, self.ids = x[self._rows], weights[self._rows], ids[self._rows]
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """Add the outputs of all ranks' experts: [tokens of all ranks, hidden] to [rows of this rank, hidden]."""
+        """Add the outputs of all ranks' experts.
+
+        Maps [tokens of all ranks, hidden] to [rows of this rank, hidden].
+        """
         everything = out.new_zeros(self._shape)
         everything[self._rows] = out
         combined: torch.Tensor = get_ep_group().combine(everything, self._sequence_parallel)
@@ -47,7 +54,9 @@ class Gathered:
 
 
 class GatheredOnDevice:
-    """The same for a device-planned layer, in fixed places and without the host: other rows have no experts.
+    """Rows of all ranks in a device-planned layer.
+
+    As :class:`Gathered`, but in fixed places and without the host: rows that are no tokens have no experts.
 
     Args:
         small_batches: what runs the layer; it knows how many tokens this rank has, and is told of those of all ranks.
@@ -66,18 +75,33 @@ class GatheredOnDevice:
         small_batches.meet(self.ids)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """Add the outputs of all ranks' experts: [rows of all ranks, hidden] to [rows of this rank, hidden]."""
+        """Add the outputs of all ranks' experts.
+
+        Maps [rows of all ranks, hidden] to [rows of this rank, hidden].
+        """
         combined: torch.Tensor = get_ep_group().combine(out, self._sequence_parallel)
         return combined
 
 
 def own_tokens(tokens: int, rows: int, rank: int) -> int:
-    """Return how many of a rank's rows are tokens, if tensor-parallel ranks have consecutive parts of them."""
+    """Return how many of a rank's rows are tokens.
+
+    Tensor-parallel ranks have consecutive parts of the rows.
+    """
     return min(max(tokens - rank * rows, 0), rows)
 
 
 def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Gather tensors [rows of this rank, ...] into [rows of all ranks, ...], through a CpuCommunicator."""
+    """Gather the rows of all ranks through a CpuCommunicator.
+
+    Args:
+        group: the communicator.
+        tensors: [rows of this rank, ...] each.
+        sizes: the number of rows of each rank.
+
+    Returns:
+        [rows of all ranks, ...] for each tensor.
+    """
     longest, found = max(sizes), []
     for tensor in tensors:
         padded = tensor.new_zeros(longest, *tensor.shape[1:])  # a collective of gloo needs parts of equal size
@@ -90,7 +114,16 @@ def gather_rows(group: Any, tensors: list[torch.Tensor], sizes: list[int]) -> li
 
 
 def add_rows(group: Any, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Reduce a tensor [rows of all ranks, hidden] to [rows of this rank, hidden], added in the order of ranks."""
+    """Add the ranks' rows, in the order of ranks, and return this rank's.
+
+    Args:
+        group: a CpuCommunicator.
+        tensor: [rows of all ranks, hidden].
+        sizes: the number of rows of each rank.
+
+    Returns:
+        [rows of this rank, hidden].
+    """
     rows, width = sizes[group.rank_in_group], tensor.shape[1:].numel() * tensor.itemsize
     parts = torch.empty(len(sizes) * rows, width, dtype=torch.uint8)
     sent = tensor.contiguous().view(len(tensor), -1).view(torch.uint8)

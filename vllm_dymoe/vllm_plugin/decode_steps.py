@@ -1,9 +1,9 @@
 """Steps with device-side planning: what happens before and after the model runs.
 
-Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model it is set how many rows are
-tokens; after the model, observers get what routers chose. Steps of few rows are small batches, others large batches; so
-are steps with prompt tokens, if the policy treats these differently, and all steps while an observer needs the routers'
-inputs: then no graph contains a MoE layer.
+Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model runs, the number of rows that
+are tokens is set; afterwards observers get what routers chose. Steps of few rows are small batches, others large
+batches; so are steps with prompt tokens, if the policy treats these differently, and all steps while an observer needs
+the routers' inputs: then no graph contains a MoE layer.
 """
 
 import torch
@@ -20,7 +20,11 @@ from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
 
 
 class DecodeSteps:
-    """The device-planned steps of one rank; a decoding request has up to ``longest`` tokens, including drafted ones."""
+    """The device-planned steps of one rank.
+
+    Args:
+        longest: most tokens of a decoding request, including drafted ones.
+    """
 
     def __init__(
         self, server: ExpertServer, table: Table, step: RunningStep, observation: Observation, longest: int,
@@ -45,7 +49,10 @@ class DecodeSteps:
     def run(
         self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, capturing: bool
     ) -> torch.Tensor:  # fmt: skip
-        """Run a layer: x [rows, hidden] to [rows, hidden], with experts of all ranks; warm-up runs have no tokens."""
+        """Run a layer with experts of all ranks: x [rows, hidden] to [rows, hidden].
+
+        Warm-up runs have no tokens.
+        """
         step, path = self._step, self.path
         if layer.expert_map is not None:
             self._experts = all_experts(layer.expert_map)
@@ -119,7 +126,10 @@ class DecodeSteps:
             self._recording = recording
 
     def end_model(self) -> None:
-        """Tell observers of a small batch, when the model has run; a draft may come behind it."""
+        """Tell observers of a small batch, when the model has run.
+
+        A draft may follow it.
+        """
         tokens = self._tokens
         for observer in () if self._large or not tokens else self._listeners:
             for layer in range(self._layers):
@@ -128,14 +138,21 @@ class DecodeSteps:
                 observer.see(self._routing(layer, x, ids, weights, actions=actions))
 
     def end(self) -> None:
-        """End a step, drafts included; or one without requests, in which other engines' tokens have met here."""
+        """End a step, drafts included.
+
+        The step may be one without requests, in which other engines' tokens have met here.
+        """
         tokens, self._tokens = self._tokens, 0
         self.path.tell(0)
         self._failures.send(self._step.number)
         self._server.host_planned.end_decode(tokens)
 
     def failure(self, step: int) -> str:
-        """Return why a finished step up to this number failed on the device; empty if none did."""
+        """Return why a finished step failed on the device; empty if none did.
+
+        Args:
+            step: the number of the last step that is asked about.
+        """
         return self._failures.take(step, self._experts)
 
     def _routing(

@@ -1,7 +1,8 @@
-"""The option ``dense``: a 16-bit checkpoint's attention, shared experts and LM head, quantized as they load.
+"""The option ``dense``: layers other than experts, quantized as they load.
 
-With experts at 4 bits, these layers are most of what a token reads. On a CPU the native library multiplies them, on a
-GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`). Routers, and layers whose weights a model reads itself, keep 16 bits.
+They are a 16-bit checkpoint's attention, shared experts and LM head. With experts at 4 bits, these layers are most of
+what a token reads. On a CPU the native library multiplies them, on a GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`).
+Routers, and layers whose weights a model reads itself, keep 16 bits.
 """
 
 import re
@@ -35,7 +36,10 @@ _LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the add
 def packed_method(
     layer: torch.nn.Module, prefix: str, options: Options, config: VllmConfig
 ) -> QuantizeMethodBase | None:
-    """Return the method of a layer that is to be quantized; None for one that keeps its 16 bits."""
+    """Return the method of a layer that is to be quantized.
+
+    None for a layer that keeps its 16 bits.
+    """
     if options.dense == 16:
         return None
     on_cpu = current_platform.is_cpu()
@@ -51,7 +55,11 @@ def packed_method(
 
 
 def check_dense(options: Options, *, quantized: bool) -> None:
-    """Raise ConfigError if ``dense`` is impossible: layers already quantized, unsupported bits, or missing kernels."""
+    """Check that the option ``dense`` is possible here.
+
+    Raises:
+        ConfigError: it is not, because layers are quantized already, bits are unsupported, or kernels are missing.
+    """
     if options.dense == 16:
         return
     why = None
@@ -69,7 +77,10 @@ def check_dense(options: Options, *, quantized: bool) -> None:
 
 
 def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
-    """Give a layer an attribute ``packed``, uint8, that :func:`multiply` reads and the caller fills."""
+    """Give a layer the attribute ``packed``, uint8, and return it.
+
+    :func:`multiply` reads it; the caller fills it.
+    """
     layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
@@ -78,13 +89,19 @@ def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x [..., columns] times a layer's packed matrix, plus its bias: [..., rows]."""
+    """Return x times a layer's packed matrix, plus its bias.
+
+    Maps x [..., columns] to [..., rows].
+    """
     out = torch.ops.vllm_dymoe.linear(x, layer.packed, layer.packed_rows)
     return out if bias is None else out + bias
 
 
 class _Packed:
-    """A layer that is packed after loading; an LM head that is ``tied`` to the embedding also keeps its 16 bits."""
+    """A layer that is packed after loading.
+
+    An LM head that is ``tied`` to the embedding also keeps its 16 bits.
+    """
 
     def __init__(self, options: Options, *, tied: bool = False) -> None:
         super().__init__()

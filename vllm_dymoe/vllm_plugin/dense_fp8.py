@@ -1,7 +1,8 @@
-"""The option ``dense`` on a GPU: vLLM's own online FP8, for the layers that :mod:`~.dense` packs on a CPU.
+"""The option ``dense`` on a GPU: vLLM's own online FP8.
 
-From compute capability 8.9 on, a card multiplies FP8 by FP8, with a scale for each output and each token. An older card
-stores weights in FP8, with one scale for a matrix, and multiplies at 16 bits (Marlin).
+It is used for the layers that :mod:`~.dense` packs on a CPU. From compute capability 8.9 on, a card multiplies FP8 by
+FP8, with a scale for each output and each token. An older card stores weights in FP8, with one scale for a matrix, and
+multiplies at 16 bits (Marlin).
 """
 
 from types import ModuleType
@@ -25,7 +26,10 @@ def online_fp8() -> ModuleType | None:
 
 
 def linear_method() -> QuantizeMethodBase:
-    """Return the method of a linear layer, which quantizes each weight as soon as it is loaded."""
+    """Return the method of a linear layer.
+
+    It quantizes each weight as soon as that is loaded.
+    """
     module = online_fp8()
     assert module is not None, "check_dense has refused it"
     whole: type[QuantizeMethodBase] = module.Fp8PerTensorOnlineLinearMethod

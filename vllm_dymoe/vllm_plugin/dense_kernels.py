@@ -1,7 +1,8 @@
-"""Kernels for a checkpoint's quantized dense layers on a CPU, offered to vLLM's choice of kernels.
+"""CPU kernels for a checkpoint's quantized dense layers.
 
-vLLM's own kernels need AMX for FP8, and its AVX-512 build for AWQ and GPTQ; on machines with AMX they come first. Codes
-and scales are used unchanged, activations keep their 16 bits, and a token's result does not depend on other tokens.
+They are offered to vLLM's choice of kernels. vLLM's own kernels need AMX for FP8, and its AVX-512 build for AWQ and
+GPTQ; on machines with AMX they come first. Codes and scales are used unchanged, activations keep their 16 bits, and a
+token's result does not depend on other tokens.
 """
 
 from typing import Any
@@ -32,7 +33,10 @@ _REGISTERS = {
 
 
 def register_kernels() -> None:
-    """Register the kernels with vLLM in this process, once; does nothing without the native library."""
+    """Register the kernels with vLLM in this process, once.
+
+    Nothing is done without the native library.
+    """
     if native.load() is None:
         return
     for name, kernel in _REGISTERS.items():
@@ -42,19 +46,32 @@ def register_kernels() -> None:
 
 
 def _asked_for() -> bool:
-    """Return whether the model under construction is served with this plugin; other models keep vLLM's kernels."""
+    """Return whether the model under construction is served with this plugin.
+
+    Other models keep vLLM's kernels.
+    """
     config = get_current_vllm_config().quant_config
     return config is not None and config.get_name() == "dymoe"
 
 
 def _group_size(columns: int, shared: int) -> int | None:
-    """Return the largest group size of a format whose groups divide those of the checkpoint; None if there is none."""
+    """Return the largest group size whose groups divide the checkpoint's.
+
+    None if there is none.
+
+    Args:
+        columns: of the matrix.
+        shared: how many adjacent columns share a scale in the checkpoint.
+    """
     fitting = [size for size in GROUP_SIZES if shared >= columns or shared % size == 0]
     return max(fitting, default=None)
 
 
 def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, zeros: bool = False) -> None:
-    """Pack a layer and free its parameters; those of kv_b_proj stay, because MLA reads them itself."""
+    """Pack a layer and free its parameters.
+
+    Those of kv_b_proj stay, because MLA reads them itself.
+    """
     rows, columns = held.shape
     size = _group_size(columns, shared)
     assert size is not None, "can_implement refuses it"
@@ -68,7 +85,10 @@ def _take(layer: Any, held: Held, dtype: torch.dtype, shared: int, *names: str, 
 
 
 class IntegerKernel(MPLinearKernel):
-    """Kernel for AWQ, GPTQ and compressed-tensors at 8 or 4 bits, with columns in their original order."""
+    """Kernel for AWQ, GPTQ and compressed-tensors at 8 or 4 bits.
+
+    Columns are in their original order.
+    """
 
     @classmethod
     def get_min_capability(cls) -> int:

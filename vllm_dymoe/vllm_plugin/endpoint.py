@@ -67,7 +67,10 @@ class DymoeEndpoint:
 
 
 class LiveAnswers:
-    """Answers to live pages: however many are open, the workers are asked once a second."""
+    """Answers to live pages.
+
+    However many pages are open, the workers are asked once a second.
+    """
 
     def __init__(self, engine: Any, interval: float = _INTERVAL_S) -> None:
         self._engine, self._interval = engine, interval

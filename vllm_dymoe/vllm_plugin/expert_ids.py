@@ -4,7 +4,13 @@ import torch
 
 
 def bounded_map(numbers: torch.Tensor) -> torch.Tensor:
-    """Append to a rank's numbers of all experts, int [experts], what :func:`own_ids` makes of other ids."""
+    """Return a rank's numbers of experts, with those of other ids appended.
+
+    :func:`own_ids` reads the result.
+
+    Args:
+        numbers: int [experts], this rank's numbers of all experts.
+    """
     return torch.cat((numbers, numbers.new_tensor([len(numbers), -2, -1])))
 
 
@@ -14,10 +20,10 @@ def all_experts(numbers: torch.Tensor) -> int:
 
 
 def own_ids(numbers: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    """Return this rank's numbers of experts in the shape of ids, int; -1 for other ranks' experts and for padding.
+    """Return this rank's numbers of experts in the shape of ids, int.
 
-    An id that is no expert's stays none: it becomes -2 if it was below -1, and the number of all experts if it was that
-    or more, neither of which is an expert of any rank.
+    Other ranks' experts and padding become -1. An id that is no expert's stays none: it becomes -2 if it was below -1,
+    and the number of all experts if it was that or more, neither of which is an expert of any rank.
 
     Args:
         numbers: of a :func:`bounded_map`; None where the rank has all experts.

@@ -1,4 +1,6 @@
-"""Passes experts from vLLM's weight loaders to the store: which expert, which projection, which slice of it.
+"""Passes experts from vLLM's weight loaders to the store.
+
+For each tensor it finds out which expert, which projection, and which slice of it this is.
 
 vLLM's models hand over experts in several ways, which all end here:
 
@@ -39,7 +41,10 @@ _STACKED_KINDS = ("weight", "weight_scale")
 
 
 class ExpertLoader:
-    """Takes the experts of one layer from vLLM's loaders, in any order; writes this rank's part to a store."""
+    """Takes the experts of one layer from vLLM's loaders, in any order.
+
+    Writes this rank's part to a store.
+    """
 
     __name__ = "load_expert"  # vLLM expects a function, which has a name
 
@@ -146,7 +151,12 @@ class ExpertLoader:
         return True
 
     def take_stack(self, name: str, stack: Tensor) -> None:
-        """Take a parameter of all local experts, [experts, rows, ...], already sliced for this rank."""
+        """Take a parameter of all local experts, already sliced for this rank.
+
+        Args:
+            name: of the parameter, such as w13_weight.
+            stack: [experts, rows, ...].
+        """
         _check_parts(self._name, self._balanced)
         stem, _, kind = name.partition("_")
         for expert, rows in enumerate(stack):
@@ -209,7 +219,11 @@ class ExpertLoader:
         self._store.put(self._place, expert, projection, bias, bias=True)
 
     def _share(self, projection: Projection, size: int) -> tuple[int, slice]:
-        """Return this rank's range of a dimension under tensor parallelism: rows of gate and up, columns of down."""
+        """Return this rank's range of a dimension under tensor parallelism.
+
+        Returns:
+            the dimension and the range: rows of gate and up, columns of down.
+        """
         width = size // self._ranks
         return int(projection is Projection.DOWN), slice(self._rank * width, (self._rank + 1) * width)
 
@@ -222,7 +236,10 @@ class ExpertLoader:
         return sizes[::-1] if projection is Projection.DOWN else sizes
 
     def _split(self, stem: str, rows: Tensor) -> Iterable[tuple[Projection, Tensor]]:
-        """Return the projections of one expert's w13 or w2, whose rows are the first dimension."""
+        """Return the projections of one expert's w13 or w2.
+
+        Rows are the first dimension.
+        """
         projections = (Projection.DOWN,) if stem == "w2" else (Projection.GATE, Projection.UP)
         interleaved = self._layer.moe_config.activation is MoEActivation.SWIGLUOAI
         return zip(projections, Stacking(interleaved=interleaved).split(rows, projections), strict=True)

@@ -1,11 +1,14 @@
-"""Handles a step in which an expert could not be fetched: in its worker, in the scheduler, at the front end.
+"""Handles a step in which an expert could not be fetched.
 
-An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce. So
-the layer that failed returns zeros and records an error message here, later layers do no work, and the message leaves
-the worker with the step's output. The scheduler ends the requests of that step, with the message as ``stop_reason``.
+The worker, the scheduler and the front end each handle a part of it.
 
-vLLM collects only one rank's output. Another rank leaves its message in the process group's key-value store *before* it
-takes part in the step's next collective, so it is there when the output rank has the step's tokens.
+An exception in a model's forward would end the engine, and other ranks would wait for ever in their next all-reduce.
+So the layer that failed returns zeros and records an error message here, later layers do no work, and the message
+leaves the worker with the step's output. The scheduler ends the requests of that step, with the message as
+``stop_reason``.
+
+vLLM collects only one rank's output. Another rank leaves its message in the process group's key-value store *before*
+it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
 from collections.abc import Callable
@@ -23,13 +26,20 @@ from vllm_dymoe.vllm_plugin.step import RunningStep
 
 @dataclass
 class FailedStep(ModelRunnerOutput):
-    """The output of a step that must not be used; ``failure`` is the error message for the clients of its requests."""
+    """The output of a step that must not be used.
+
+    Attributes:
+        failure: the error message for the clients of the step's requests.
+    """
 
     failure: str = ""
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, failure: str) -> "FailedStep":
-        """Return a copy of an output, marked as failed; ``output`` may be shared by many steps and is not changed."""
+        """Return a copy of an output, marked as failed.
+
+        ``output`` itself is not changed, since many steps may share it.
+        """
         return cls(**{field.name: getattr(output, field.name) for field in fields(output)}, failure=failure)
 
 
@@ -69,14 +79,20 @@ class StepFailures:
                 self._store.check([self._key(self._step.number)])  # a write alone does not wait for the server
 
     def any_new(self) -> bool:
-        """Return whether a step has failed on any rank since the last call; asks the store, between two steps."""
+        """Return whether a step has failed on any rank since the last call.
+
+        Asks the store; call it between two steps.
+        """
         if self._store is None:
             return False
         before, self._seen = self._seen, int(self._store.add(self._count_key, 0))
         return self._seen != before
 
     def record_late(self, sentence: str) -> None:
-        """Record the failure of a device-planned step while it runs: all steps with incomplete output fail."""
+        """Record the failure of a device-planned step while it runs.
+
+        All steps with incomplete output fail.
+        """
         self._failed_through = self._step.number, f"vllm-dymoe: {sentence}"
         for step in range(max(1, self._step.number - 1), self._step.number + 1):  # vLLM schedules one step ahead
             if self._store is not None:
@@ -138,7 +154,10 @@ class _Checked(AsyncModelRunnerOutput):
 def make_step_failures(
     step: RunningStep, *, shared: bool, late: bool, on_failure: Callable[[int], None], on_device: Callable[[int], str]
 ) -> StepFailures:
-    """Make the object for this worker, after vLLM has set up its process groups; arguments as for the class."""
+    """Return the object for this worker, once vLLM has set up its process groups.
+
+    Arguments are as for the class.
+    """
     from torch.distributed import distributed_c10d
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, get_world_group
 
@@ -157,7 +176,7 @@ def make_step_failures(
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """End the requests of a failed step, and remove everything that it wrote from the prefix cache.
+    """End the requests of a failed step, and clear the prefix cache of its blocks.
 
     vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
     preempted meanwhile it is unknown which blocks the failed step should have filled, so all of them are removed.
@@ -182,7 +201,10 @@ def update_from_output(
 
 
 def raise_failure(output: Any) -> None:
-    """Raise the failure of a vllm.RequestOutput as GenerationError, which vLLM's servers answer with HTTP 500."""
+    """Raise GenerationError if a vllm.RequestOutput has failed.
+
+    vLLM's servers answer this error with HTTP 500.
+    """
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
             try:
@@ -207,7 +229,10 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
 
 
 def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Return running requests that use one of ``blocks``: one scheduled since may have found them in the cache."""
+    """Return running requests that use one of ``blocks``.
+
+    A request that was scheduled since the failed step may have found them in the cache.
+    """
     return {
         request.request_id
         for request in scheduler.running

@@ -1,8 +1,10 @@
-"""The predictor of one rank and the gates it needs: found without knowing the architecture, then checked.
+"""The predictor of one rank and the gates it needs.
 
-A block of a model contains its experts and the linear layer that routes to them, under names and at depths that differ.
-The search goes from the experts up to the first module with a linear layer from the hidden size to the number of
-experts. When the layer runs for the first request, the gate has to choose as vLLM does.
+Gates are found without knowing the architecture, then checked.
+
+A block of a model contains its experts and the linear layer that routes to them, under names and at depths that
+differ. The search goes from the experts up to the first module with a linear layer from the hidden size to the number
+of experts. When the layer runs for the first request, the gate has to choose as vLLM does.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,10 @@ _AGREEMENT = 0.95
 
 
 class GateError(ValueError):
-    """A gate that cannot be found or used; the message is the reason, as part of a sentence for the user."""
+    """A gate that cannot be found or used.
+
+    The message is the reason, as part of a sentence for the user.
+    """
 
 
 def _logits(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +81,17 @@ def _sizes(module: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
-    """Return a layer's gate, without a correction that vLLM does not apply (as its CPU build does for Ernie-4.5).
+    """Return a layer's gate if it chooses as vLLM does.
 
-    GateError if, for the experts' input x [tokens, hidden], it would have chosen other experts than vLLM: ids [tokens,
-    top_k], negative for another rank's.
+    A correction that vLLM does not apply is left out (its CPU build applies none for Ernie-4.5).
+
+    Args:
+        name: the layer, for the error.
+        x: the experts' input [tokens, hidden].
+        ids: vLLM's choice [tokens, top_k], negative for another rank's experts.
+
+    Raises:
+        GateError: the gate would have chosen other experts.
     """
     share = gate.agreement(x, ids, NEAR_TIE)
     if share >= _AGREEMENT:
@@ -91,7 +103,10 @@ def checked(gate: Gate, name: str, x: torch.Tensor, ids: torch.Tensor) -> Gate:
 
 
 class PredictorObserver(Observer):
-    """Finds gates while the model loads, builds the predictor from them, and checks each when its layer first runs."""
+    """Finds gates while the model loads, and builds the predictor from them.
+
+    Each gate is checked when its layer first runs.
+    """
 
     needs_inputs = True
 
@@ -131,7 +146,10 @@ class PredictorObserver(Observer):
         return () if self._unchecked else self.gates
 
     def model_loaded(self, num_layers: int) -> None:
-        """All MoE layers are loaded; from now on ``gates`` has those that were found, if they are wanted."""
+        """Set ``gates`` to those that were found, if they are wanted.
+
+        Called when all MoE layers are loaded.
+        """
         if self._wanted:
             self._model = None
             self.gates = [self._found[position][1] for position in range(num_layers)]
@@ -152,7 +170,11 @@ class PredictorObserver(Observer):
             raise ConfigError(f"vllm-dymoe: {error}") from error
 
     def listen(self, observation: Observation, turn_off: Callable[[], None]) -> None:
-        """Observe until every gate is checked; ``turn_off`` is called if the predictor cannot be used."""
+        """Observe until every gate is checked.
+
+        Args:
+            turn_off: called if the predictor cannot be used.
+        """
         self._observation, self._turn_off = observation, turn_off
         if self._unchecked:
             observation.join(self)

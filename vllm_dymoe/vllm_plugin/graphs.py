@@ -55,7 +55,13 @@ def settle_graphs(
 
 
 def leave_layers_out(config: VllmConfig, why: str) -> None:
-    """Exclude MoE layers from graphs after all, in a worker before it captures, because the device does not plan."""
+    """Exclude MoE layers from graphs after all, because the device does not plan.
+
+    Called in a worker before it captures.
+
+    Args:
+        why: the reason why the device does not plan.
+    """
     settings = config.compilation_config
     before = settings.cudagraph_mode
     if before in OVER_STEPS:
@@ -80,7 +86,10 @@ def refused_capture(layer_name: str) -> ConfigError:
 
 
 def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
-    """Return FULL_DECODE_ONLY, or PIECEWISE if every MoE layer can stand between graphs, else NONE and why."""
+    """Choose a mode of graphs; return it and, for NONE, why.
+
+    The mode is FULL_DECODE_ONLY, or PIECEWISE if every MoE layer can stand between graphs, else NONE.
+    """
     settings = config.compilation_config
     cut_by_inductor = settings.use_inductor_graph_partition
     if asked == CUDAGraphMode.NONE:

@@ -45,10 +45,11 @@ from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class Loading:
-    """The models with MoE layers that vLLM loads on one rank: one, and possibly a draft that proposes its tokens.
+    """The models with MoE layers that vLLM loads on one rank.
 
-    The rank can run once the first model is loaded. A draft's layers become further layers of the same server, with
-    slots from the same budget; its experts have a store of their own.
+    There is one, and possibly a draft that proposes its tokens. The rank can run once the first model is loaded. A
+    draft's layers become further layers of the same server, with slots from the same budget; its experts have a store
+    of their own.
     """
 
     def __init__(
@@ -73,7 +74,11 @@ class Loading:
         self._begin = time.perf_counter()
 
     def add_layer(self, spec: LayerSpec) -> int:
-        """Add one MoE layer and return its position; ConfigError if it does not fit the layers before it."""
+        """Add one MoE layer and return its position.
+
+        Raises:
+            ConfigError: it does not fit the layers before it.
+        """
         if self.rank_server is None:
             self._model.add(spec)
             return len(self._model.layers) - 1
@@ -116,9 +121,13 @@ class Loading:
         return (self._model, position) if position < count or self._draft is None else (self._draft, position - count)
 
     def layer_loaded(self, position: int, routed_experts: Any) -> None:
-        """Record that vLLM has loaded one more layer; with the model's last one the rank runs.
+        """Record that vLLM has loaded one more layer.
 
-        StoreError if the checkpoint lacks an expert or the store cannot be written, ConfigError for the budget.
+        With the model's last layer the rank runs.
+
+        Raises:
+            StoreError: the checkpoint lacks an expert, or the store cannot be written.
+            ConfigError: the budget is not feasible.
         """
         store, layer = self.place(position)
         complete = store.layer_loaded(layer)
@@ -133,7 +142,10 @@ class Loading:
 
     @property
     def not_readable_again(self) -> str:
-        """Return why dense weights cannot be read again from the checkpoint; empty if they can be."""
+        """Why dense weights cannot be read again from the checkpoint.
+
+        Empty if they can be.
+        """
         if self.reader.held or self.reader.mixed or self.options.dense != 16:
             return "reloading quantized dense layers is untested; restart the server"
         return "" if self._model.unchanged() else "the files of its checkpoint have changed; restart the server"
@@ -200,7 +212,10 @@ class Loading:
         return without_device(self.options) if shared else self.options
 
     def _warm_up(self, server: ExpertServer) -> None:
-        """Compile what steps of a server need before the first request, and say what graphs can hold."""
+        """Compile what steps of a server need before the first request.
+
+        If the host plans, MoE layers are excluded from graphs instead.
+        """
         if server.small_batches is None:
             leave_layers_out(self.config, server.host_plans_because or "the host plans about experts")
             return
@@ -219,7 +234,10 @@ class Loading:
         return "the router's weights multiply the experts' inputs" if on_input else ""
 
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
-        """Log in one line what is active, where numbers come from and why the host store is where it is; and warn."""
+        """Log in one line what is active, and log warnings.
+
+        The line also says where numbers come from, and why the host store is where it is.
+        """
         source, place = "", store.place.reason if store.place is not None else ""
         if (self.reader.held or self.reader.mixed) and not store.dummy:
             bits, kept = self.options.stored_bits, self.reader.keeps(self.options.stored_bits)
@@ -281,7 +299,12 @@ class Loading:
     def _tested(
         self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
     ) -> KernelChoice:
-        """Return which kernels pass the self-test on this card, with any other obstacle to device-side planning."""
+        """Return which kernels pass the self-test on this card.
+
+        Args:
+            obstacle: why the host has to plan; empty if it does not. The result has it, or an obstacle that the test
+                found.
+        """
         rates, missing = self._model.rates, unreadable(store)
         slowest = max(Decode)
         while True:
@@ -360,7 +383,10 @@ class Loading:
         )
 
     def _recordable(self) -> dict[str, Any] | None:
-        """Return the description of a calibration of this rank's inputs; None on ranks that see the same as another."""
+        """Return the description of a calibration of this rank's inputs.
+
+        None on ranks that see the same as another.
+        """
         spec = self._model.layers[0]
         if spec.rank or spec.expert_rank or self.config.parallel_config.enable_eplb:
             return None
@@ -374,7 +400,13 @@ class Loading:
 
 
 def layers_around(own: int) -> tuple[int, int]:
-    """Return the MoE layers in pipeline stages before this one and after it; stages exchange their numbers."""
+    """Return the MoE layers in pipeline stages before this one and after it.
+
+    Stages exchange their numbers of layers.
+
+    Args:
+        own: number of this stage's MoE layers.
+    """
     stages = get_pp_group()
     here, counts = stages.rank_in_group, torch.zeros(stages.world_size, dtype=torch.int64, device="cpu")
     counts[here] = own

@@ -1,6 +1,7 @@
-"""Measures requests in one engine: the child process of ``vllm-dymoe bench``, run with ``python -m`` and a job.
+"""Measures requests in one engine.
 
-With data parallelism each engine is a process of its own with requests of its own; the first one writes rows for all.
+This is the child process of ``vllm-dymoe bench``, run with ``python -m`` and a job. With data parallelism each engine
+is a process of its own with requests of its own; the first one writes rows for all.
 """
 
 import hashlib
@@ -47,7 +48,10 @@ def run(job: Mapping[str, Any]) -> None:
 
 
 def run_one_of(rank: int, job: Mapping[str, Any], engines: int, port: int) -> None:
-    """Run one engine of several, which find each other through vLLM's environment variables."""
+    """Run one engine of several.
+
+    They find each other through vLLM's environment variables.
+    """
     os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(engines)}
     os.environ |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     run(job)
@@ -71,7 +75,11 @@ def start(job: Mapping[str, Any]) -> LLM:
 
 
 def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> list[Request]:
-    """Return prompts as token ids with the lengths of their answers; SystemExit if too few fit into the model."""
+    """Return prompts as token ids, with the lengths of their answers.
+
+    Raises:
+        SystemExit: too few prompts fit into the model.
+    """
     config = llm.llm_engine.vllm_config.model_config
     wanted = workload["requests"] + workload["warm_up"]
     if workload["random"]:
@@ -95,7 +103,10 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
 def measure(
     llm: LLM, prompts: Sequence[Request], batch: int, workload: Mapping[str, Any], label: str, *, ours: bool
 ) -> dict[str, Any]:
-    """Measure one case: warm up with the first prompts, then answer the others, ``batch`` at a time in each engine."""
+    """Measure one case.
+
+    Warm up with the first prompts, then answer the others, ``batch`` at a time in each engine.
+    """
     parallel = llm.llm_engine.vllm_config.parallel_config
     rank, engines = parallel.data_parallel_rank, parallel.data_parallel_size
     cold, warm = (
@@ -121,7 +132,10 @@ def measure(
 
 
 def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
-    """Return a value of each data-parallel engine, in their order; all of them must call this."""
+    """Return a value of each data-parallel engine, in their order.
+
+    All engines must call this.
+    """
     group = getattr(llm.llm_engine, "dp_group", None)
     if group is None:
         return [value]
@@ -131,7 +145,10 @@ def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
-    """Answer requests that arrive together; counting begins when each has its first token."""
+    """Answer requests that arrive together.
+
+    Counting begins when each has its first token.
+    """
     engine, found = llm.llm_engine, Answers()
     begin = time.perf_counter()
     for number, (prompt, length) in enumerate(requests):
@@ -190,7 +207,11 @@ def fill(server: ExpertServer) -> None:
 
 
 def _chunks(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
-    """Yield groups of ``batch``; a remainder is dropped, because a smaller batch is another measurement."""
+    """Return groups of ``batch`` requests.
+
+    A remainder is dropped, because a smaller batch is another measurement; fewer requests than ``batch`` are one
+    group.
+    """
     ends = range(batch, len(requests) + 1, batch)
     return (requests[end - batch : end] for end in ends) if len(requests) >= batch else iter([requests])
 

@@ -25,7 +25,10 @@ NAMESPACE = "vllm_dymoe"
 
 @dataclass(frozen=True)
 class Metric:
-    """A field of ServerStats as a metric with a label for the rank; a Counter unless it is a gauge."""
+    """A field of ServerStats as a metric with a label for the rank.
+
+    It is a Counter unless it is a gauge.
+    """
 
     field: str
     meaning: str
@@ -53,7 +56,10 @@ _GAUGES = frozenset(metric.field for metric in METRICS if metric.gauge)
 
 
 def difference(after: Answer, before: Answer) -> Answer:
-    """Return what a rank counted between two answers: a counter that fell was reset, gauges are those of ``after``."""
+    """Return what a rank counted between two answers.
+
+    A counter that fell was reset. Gauges are those of ``after``.
+    """
 
     def change(value: Any, earlier: Any, gauge: bool) -> Any:
         if isinstance(value, dict):
@@ -74,12 +80,18 @@ class Statistics:
         self._time: float | None = None
 
     def publish(self, answers: list[Answer]) -> None:
-        """Publish the counts of all ranks now, and log the interval if an expert was needed in it."""
+        """Publish the counts of all ranks now.
+
+        The interval is logged if an expert was needed in it.
+        """
         if text := self.record(answers, time.monotonic()):
             logger.info("%s", text)
 
     def record(self, answers: list[Answer], now: float) -> str | None:
-        """Publish at a time in seconds; return the interval as a line, None for the first one and without experts."""
+        """Publish at a time in seconds; return the interval as a line.
+
+        None for the first interval, and for one without experts.
+        """
         before = self._before or [{} for _ in answers]
         changes = [difference(answer, earlier) for answer, earlier in zip(answers, before, strict=True)]
         for rank, changed in enumerate(changes):
@@ -112,7 +124,10 @@ def statistics_of(engine: Any) -> Statistics | None:
 
 
 def publish(engine: Any, logged: Awaitable[None] | None) -> Awaitable[None] | None:
-    """Publish the counts of an engine's ranks after vLLM's own log, which AsyncLLM awaits like its workers' answers."""
+    """Publish the counts of an engine's ranks after vLLM's own log.
+
+    AsyncLLM awaits that log and its workers' answers; LLMEngine waits for the answers here.
+    """
     if inspect.isawaitable(logged):
         return _publish_later(engine, logged)
     with _serving_goes_on():
@@ -138,7 +153,10 @@ def _patience() -> float:
 
 @contextlib.contextmanager
 def _serving_goes_on() -> Iterator[None]:
-    """Log an error inside this context instead of raising it: vLLM's statistics, and steps in ``LLM()``, continue."""
+    """Log an error inside this context instead of raising it.
+
+    So vLLM's statistics, and steps in ``LLM()``, continue.
+    """
     try:
         yield
     except Exception as error:

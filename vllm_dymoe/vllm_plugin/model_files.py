@@ -22,9 +22,10 @@ from vllm_dymoe.quantize.tensors import CheckpointError, check_files, check_own_
 
 
 def local_folder(vllm_config: VllmConfig) -> Path:
-    """Return the folder of a model: its path, or its snapshot in the cache of the hub that vLLM uses.
+    """Return the folder of a model.
 
-    For a model in an object store this is vLLM's mirror of its small files.
+    It is the model's path, or its snapshot in the cache of the hub that vLLM uses. For a model in an object store this
+    is vLLM's mirror of its small files.
     """
     model = vllm_config.model_config
     if Path(model.model).is_dir():
@@ -54,9 +55,10 @@ def read_dtypes(model: str, revision: str | None) -> dict[str, str]:
 
 
 def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
-    """Raise CheckpointError for truncated files, mismatches with config.json, or foreign links.
+    """Check the files of a checkpoint, if all of them are local.
 
-    Checks nothing unless all files are local.
+    Raises:
+        CheckpointError: truncated files, mismatches with config.json, or foreign links.
     """
     folder = Path(vllm_config.model_config.model)
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors"):
@@ -91,12 +93,20 @@ def check_checkpoint(vllm_config: VllmConfig, reader: Reader) -> None:
 
 
 def has_drafts(folder: Path, layers: int) -> bool:
-    """Return whether a local checkpoint of a model with ``layers`` layers has draft layers with experts."""
+    """Return whether a local checkpoint has draft layers with experts.
+
+    Args:
+        layers: number of the model's own layers.
+    """
     return bool(modules_of({place.name: place.dtype for place in check_files(folder)}, layers)[1])
 
 
 def check_ranks(folder: Path, ranks: int) -> None:
-    """Raise StoreError for a local store that is cut for another number of tensor-parallel ranks."""
+    """Check that a local store is cut for this number of tensor-parallel ranks.
+
+    Raises:
+        StoreError: it is cut for another number.
+    """
     if not (folder / MANIFEST).is_file():
         return
     _, packed_for = Manifest.read(folder).tensor_parallel
@@ -114,7 +124,10 @@ def drafted_by_experts(config: VllmConfig) -> bool:
 
 
 def meets(parallel: ParallelConfig) -> bool:
-    """Return whether engines exchange tokens before the experts; otherwise each engine has all experts."""
+    """Return whether engines exchange tokens before the experts.
+
+    Otherwise each engine has all experts.
+    """
     return bool(parallel.data_parallel_size > 1 and parallel.enable_expert_parallel)
 
 
@@ -124,12 +137,18 @@ def expert_ranks(parallel: ParallelConfig) -> int:
 
 
 def replicated(parallel: ParallelConfig) -> bool:
-    """Return whether several ranks store the same experts; vLLM does not always say how many are on this machine."""
+    """Return whether several ranks store the same experts.
+
+    vLLM does not always say how many of them are on this machine.
+    """
     return bool(parallel.enable_eplb or (parallel.data_parallel_size > 1 and not parallel.enable_expert_parallel))
 
 
 def replicas_of_machine(parallel: ParallelConfig) -> int:
-    """Return the number of ranks on this machine that store the same experts, as far as known."""
+    """Return the number of ranks on this machine that store the same experts.
+
+    It is as many as vLLM knows of.
+    """
     if parallel.enable_eplb:
         return ranks_of_machine(parallel)
     return max(1, int(parallel.data_parallel_size_local)) if replicated(parallel) else 1

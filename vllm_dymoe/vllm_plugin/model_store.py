@@ -1,4 +1,7 @@
-"""A model's packed experts on this rank: the checkpoint's own, an earlier start's, or made while vLLM loads it."""
+"""A model's packed experts on this rank.
+
+They are the checkpoint's own, an earlier start's, or made while vLLM loads it.
+"""
 
 import contextlib
 import hashlib
@@ -85,7 +88,7 @@ class LayerSpec:
 
 
 class ModelStore:
-    """Collects the MoE layers of one model, and fills or opens the store of their experts.
+    """Collects a model's MoE layers, and fills or opens the store of their experts.
 
     Layers with fewer or narrower experts than the largest layer are stored at its size: zeros fill them up, which
     changes no result, and every slot fits every expert.
@@ -242,7 +245,10 @@ class ModelStore:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[ExpertPacker | None]:
-        """Yield the packer to fill, or None: opened before the first weight, and removed after an error."""
+        """Yield the packer to fill, or None.
+
+        It is opened before the first weight, and removed after an error.
+        """
         try:
             if self.place is None:
                 self._open()
@@ -260,23 +266,30 @@ class ModelStore:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Return sixteen hex digits that identify the model's weights, however its experts are quantized."""
+        """Sixteen hex digits that identify the model's weights.
+
+        They do not depend on how its experts are quantized.
+        """
         if self.dummy or self._packed_for:
             return self._packed_for or self._manifest.model
         return self._content or self._manifest.model
 
     @cached_property
     def _content(self) -> str:
-        """Return the digest of the model's files; empty if its weights come from elsewhere.
+        """The digest of the model's files; empty if its weights come from elsewhere.
 
-        Raises CheckpointError if they cannot be read.
+        Raises:
+            CheckpointError: the files cannot be read.
         """
         if self._vllm_config.load_config.load_format not in _READ_FILES:
             return ""
         return content_fingerprint(local_folder(self._vllm_config))
 
     def close(self, *, served: bool) -> None:
-        """Forget everything, and close the store unless it was ``served``: then its server closes it."""
+        """Forget everything, and close the store unless it was ``served``.
+
+        A store that was served is closed by its server.
+        """
         if self.store is not None and not served:
             self.store.close()
         vars(self).clear()  # a layer's loader refers to this object
@@ -320,7 +333,7 @@ class ModelStore:
         else:
             existing = cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
-            # What an earlier start has begun goes on, where files prove that it was of the same weights.
+            # An interrupted start is continued if files prove that it was of the same weights.
             resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
             given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
             if removed := clean(given_up):
@@ -418,14 +431,23 @@ def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
 
 
 def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
-    """Return a weight or bias padded with zeros to the widest expert: columns of down, rows of the others."""
+    """Return a weight or bias padded with zeros to the widest expert.
+
+    Columns of down are padded, and rows of the others.
+    """
     if not missing or (projection is Projection.DOWN and part.dim() == 1):
         return part
     return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
 
 def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
-    """Store zeros for the experts that a layer lacks, from ``first`` on; no router chooses them."""
+    """Store zeros for the experts that a layer lacks.
+
+    No router chooses them.
+
+    Args:
+        first: number of the first missing expert.
+    """
     experts = packer.experts
     fmt = next(iter(experts.formats.values()))
     for expert in range(first, experts.num_experts):
@@ -437,7 +459,10 @@ def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:
 
 
 def layer_numbers(names: list[str]) -> tuple[int, ...]:
-    """Return indices of layers, which name their files; a second stack (images) continues after the highest."""
+    """Return indices of layers, which name their files.
+
+    A second stack (images) continues after the highest index.
+    """
     stacks: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         stacks.setdefault(re.sub(r"\d+", "", name), []).append(place)
@@ -457,7 +482,10 @@ def fingerprint(described: str) -> str:
 
 
 def _times(folder: Path) -> str:
-    """Return the metadata of a checkpoint's files, which changes with every write to one."""
+    """Return the metadata of a checkpoint's files.
+
+    It changes with every write to one of them.
+    """
     said = []
     for path in sorted(folder.iterdir()):
         if path.suffix in _WEIGHT_SUFFIXES or path.name == "config.json":
@@ -470,7 +498,10 @@ def _times(folder: Path) -> str:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return a sample that identifies a loader's weights: shape, dtype and the middle of a tensor, up to 512 bytes."""
+    """Return a sample that identifies a loader's weights.
+
+    It has the shape, dtype and middle of a tensor, up to 512 bytes.
+    """
     while tensor.dim() > 1 and len(tensor):
         tensor = tensor[len(tensor) // 2]
     begin = max(0, tensor.numel() - _SAMPLED) // 2
@@ -512,7 +543,9 @@ def place_experts(
     timeout: float | None = None,
     shared: SharedMemory | None = None,  # for all experts, if other ranks of this machine have the same
 ) -> tuple[HostStore, HostPlace]:
-    """Put host memory in front of files, and fill it, with progress, if it is to hold all of them.
+    """Put host memory between the device and files.
+
+    If it is to hold all experts, it is filled, with progress.
 
     Returns:
         The store, and where it is. Memory that cannot be pinned as a whole is pinned as far as the system allows,
@@ -545,7 +578,11 @@ def place_experts(
 
 
 def check_belongs(store: FileStore, experts: ModelExperts, spec: LayerSpec) -> None:
-    """Close a checkpoint's own store and raise StoreError if it is not for this model, dtype or rank."""
+    """Check that a checkpoint's own store is for this model, dtype and rank.
+
+    Raises:
+        StoreError: it is not; the store is closed.
+    """
     held = store.experts
     for what, has, needs in (
         ("tensor-parallel ranks", store.manifest.tensor_parallel, (spec.rank, spec.ranks)),

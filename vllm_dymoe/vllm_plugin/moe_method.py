@@ -1,9 +1,11 @@
-"""vLLM's interface for one MoE layer: create placeholders, take the checkpoint's weights, call the rank's server.
+"""vLLM's interface for one MoE layer.
 
-Two operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a compiled
-model. If CUDA graphs surround the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns new
-tensors: the next graph would read those of its capture, step after step. Here the caller allocates the outputs, which
-makes them a part of the graph before the layer; the operator runs between graphs and writes into them, as
+It creates placeholders, takes the checkpoint's weights, and calls the rank's server.
+
+Two operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a
+compiled model. If CUDA graphs surround the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns
+new tensors: the next graph would read those of its capture, step after step. Here the caller allocates the outputs,
+which makes them a part of the graph before the layer; the operator runs between graphs and writes into them, as
 ``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
 """
 
@@ -38,7 +40,10 @@ from vllm_dymoe.vllm_plugin.step import RankLayer
 
 
 class DymoeMoEMethod(FusedMoEMethodBase):
-    """One MoE layer whose experts are in the host store; routing and shared experts stay vLLM's."""
+    """One MoE layer whose experts are in the host store.
+
+    Routing and shared experts stay vLLM's.
+    """
 
     _loaded = _balanced = False
 
@@ -65,9 +70,9 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Round sizes up to whole groups per rank if vLLM's loader cuts a checkpoint that way.
+        """Round sizes up to whole groups per rank if vLLM's loader needs that.
 
-        Otherwise return them unchanged.
+        It needs that if it cuts a checkpoint by whole groups. Otherwise sizes are returned unchanged.
         """
         reader = self.loading.reader
         if reader.ranks_take_groups and reader.group_size is not None:
@@ -86,7 +91,11 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register empty placeholders for vLLM's weight loaders; ConfigError for an unsupported activation."""
+        """Register empty placeholders for vLLM's weight loaders.
+
+        Raises:
+            ConfigError: the activation is not supported.
+        """
         parallel, activation = self.moe.moe_parallel_config, activation_of(layer)
         weights_on_input = layer.apply_router_weight_on_input
         self._balanced = parallel.enable_eplb
@@ -200,7 +209,10 @@ def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tenso
 
 
 def entry_with_buffers(runner: Any) -> Callable[..., Any] | None:
-    """Return what a MoERunner calls instead of vLLM's operator; None for others' layers, and without graphs."""
+    """Return what a MoERunner calls instead of vLLM's operator.
+
+    None for others' layers, and without graphs.
+    """
     if not isinstance(runner.routed_experts.quant_method, DymoeMoEMethod):
         return None
     if get_current_vllm_config().compilation_config.cudagraph_mode == CUDAGraphMode.NONE:

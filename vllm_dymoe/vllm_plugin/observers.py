@@ -1,6 +1,7 @@
-"""Observers of routing while a rank serves: traces, calibrations, and the check of gates (``gates``).
+"""Observers of routing while a rank serves.
 
-vLLM's scheduler says which requests have how many tokens in a step, its model runner where their rows are.
+They are traces, calibrations, and the check of gates (``gates``). vLLM's scheduler says which requests have how many
+tokens in a step, its model runner where their rows are.
 """
 
 import itertools
@@ -24,10 +25,10 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 class Observer:
-    """Gets what the routers of a rank choose in steps of requests; no warm-up steps and no padding.
+    """Gets what the routers of a rank choose in steps of requests.
 
-    Of a device-planned small batch they get all layers after the model has run, without the routers' inputs. While one
-    of them needs these, every step is a large batch.
+    Warm-up steps and padding are left out. Of a device-planned small batch observers get all layers after the model has
+    run, without the routers' inputs. While one of them needs these, every step is a large batch.
     """
 
     needs_inputs: bool = False
@@ -42,10 +43,18 @@ class Observer:
         raise NotImplementedError
 
     def end_step(self, runner: Any, scheduler_output: Any, step: int, *, failed: bool) -> None:
-        """Handle the end of the model in the step of this number; if it failed, discard what was seen of it."""
+        """Handle the end of the model in a step.
+
+        Args:
+            step: the step's number.
+            failed: the step failed; discard what was seen of it.
+        """
 
     def forget(self, step: int) -> None:
-        """Discard a step that failed on another rank, which is known when its tokens arrive."""
+        """Discard a step that failed on another rank.
+
+        That is known when its tokens arrive.
+        """
 
 
 class Observation:
@@ -76,7 +85,11 @@ class Observation:
             observer.forget(step)
 
     def record(self, path: Path, tokens: int) -> None:
-        """Record the inputs of the next tokens as one part of a calibration; raises CalibrationError."""
+        """Record the inputs of the next tokens as one part of a calibration.
+
+        Raises:
+            CalibrationError: the part cannot be begun.
+        """
         if self.recordable is None:
             return
         if self._calibration is not None:  # of a caller that went away
@@ -87,7 +100,11 @@ class Observation:
         self.join(self._calibration)
 
     def end_record(self) -> None:
-        """Complete the part; raises CalibrationError if it could not be written, or if tokens are missing."""
+        """Complete the part of a calibration.
+
+        Raises:
+            CalibrationError: it could not be written, or tokens are missing.
+        """
         calibration, self._calibration = self._calibration, None
         if calibration is not None:
             self.leave(calibration)
@@ -95,7 +112,10 @@ class Observation:
 
 
 class CalibrationObserver(Observer):
-    """Records every layer's inputs in one part; errors are reported at the end and fail no request."""
+    """Records every layer's inputs in one part.
+
+    Errors are reported at the end and fail no request.
+    """
 
     needs_inputs = True
 
@@ -124,7 +144,10 @@ class _Request(NamedTuple):
 
 
 class TraceObserver(Observer):
-    """Records a trace, following requests from first to last step; gates are looked up in each step."""
+    """Records a trace, following requests from first to last step.
+
+    Gates are looked up in each step.
+    """
 
     needs_actions = True
 
@@ -182,9 +205,12 @@ class TraceObserver(Observer):
 def observe_trace(
     options: Options, header: Callable[[], ModelIdentity], gates: Callable[[], Sequence[Gate]]
 ) -> TraceObserver | None:
-    """Return the observer that records a trace on this rank, if requested and if no other rank does.
+    """Return the observer that records a trace on this rank.
 
-    ConfigError if it cannot.
+    None if no trace was requested, or if another rank records it.
+
+    Raises:
+        ConfigError: the trace cannot be recorded.
     """
     if options.trace is None or get_tp_group().rank_in_group != 0:
         return None

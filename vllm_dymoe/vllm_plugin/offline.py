@@ -1,4 +1,7 @@
-"""Functions for users of ``LLM()``: a calibration, a trace of prompts, and a summary."""
+"""Functions for users of ``LLM()``.
+
+They make a calibration, a trace of prompts, and a summary.
+"""
 
 import hashlib
 import itertools
@@ -19,7 +22,10 @@ PART_TOKENS = 8192  # what a killed run has to compute again
 
 
 def summary(llm: Any) -> Summary:
-    """Return what an ``LLM`` did since its first request or the last reset: print it, or call ``to_dict()``."""
+    """Return what an ``LLM`` did since its first request or the last reset.
+
+    Print the summary, or call its ``to_dict()``.
+    """
     return Summary(tuple(ServerStats(**answer) for answer in llm.collective_rpc("dymoe_stats")))
 
 
@@ -56,10 +62,13 @@ def calibrate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,  # of the plugin, for a model that is started here
 ) -> Recording:
-    """Record the inputs of a model's experts while it reads texts, for ``vllm-dymoe quantize --calibration``.
+    """Record the inputs of a model's experts while it reads texts.
 
-    After an interruption it resumes with the first incomplete part. CalibrationError if the folder holds another
-    calibration or cannot be written, or if the model failed.
+    The calibration is for ``vllm-dymoe quantize --calibration``. After an interruption it resumes with the first
+    incomplete part.
+
+    Raises:
+        CalibrationError: the folder holds another calibration or cannot be written, or the model failed.
     """
     llm = _start(str(model), length, options) if isinstance(model, str | Path) else model
     config = llm.llm_engine.vllm_config
@@ -97,7 +106,10 @@ def _start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
 
 
 def _pieces(tokenizer: Any, texts: Iterable[str], tokens: int, length: int) -> list[list[int]]:
-    """Return the texts as token ids in pieces of at most ``length``; as many, evenly spread, as ``tokens`` allows."""
+    """Return the texts as token ids in pieces of at most ``length``.
+
+    There are as many pieces, evenly spread, as ``tokens`` allows.
+    """
     encoded = (tokenizer.encode(text) for text in texts)
     pieces: list[list[int]] = [ids[begin : begin + length] for ids in encoded for begin in range(0, len(ids), length)]
     if not pieces:

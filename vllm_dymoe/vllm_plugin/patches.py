@@ -1,6 +1,7 @@
-"""The register of everything in vLLM that we change, with reasons, and when each change can go.
+"""The register of everything in vLLM that we change.
 
-A test compares the register with the installed vLLM, so CI finds a renamed target before a user does.
+It says for each change why, and when it can go. A test compares the register with the installed vLLM, so CI finds a
+renamed target before a user does.
 """
 
 import contextlib
@@ -77,11 +78,11 @@ def apply_patches() -> None:
     "a hook of QuantizationConfig that sees the finished VllmConfig",
 )  # fmt: skip
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse options in the user's process before weights are loaded, and settle CUDA graphs and worker methods.
+    """Refuse options in the user's process, and settle CUDA graphs and workers.
 
-    Decisions taken on the host must not be captured in a CUDA graph, and the worker methods must exist without another
-    flag. If the user has not set the number of tokens of a step, the cost of the link decides; vLLM then derives
-    everything anew.
+    Refusals come before weights are loaded. Decisions taken on the host must not be captured in a CUDA graph, and the
+    worker methods must exist without another flag. If the user has not set the number of tokens of a step, the cost of
+    the link decides; vLLM then derives everything anew.
     """
     # vLLM writes derived values into its own arguments, and refuses some of these when it finds them again.
     given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
@@ -99,10 +100,10 @@ def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: A
     "a hook of QuantizationConfig that sees the model before its weights",
 )  # fmt: skip
 def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """Check that a model computes its experts through us, and find its gates, which are next to the experts.
+    """Check that a model computes its experts through us, and find its gates.
 
-    A model that computes experts with its own code would otherwise be served without offloading. Weights that lie in
-    two places count as loaded in both.
+    The gates are next to the experts. A model that computes experts with its own code would otherwise be served
+    without offloading. Weights that lie in two places count as loaded in both.
     """
     from vllm_dymoe.vllm_plugin.moe_method import model_made  # not before vLLM has decided about graphs
 
@@ -135,7 +136,10 @@ def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
 
 @_replaces(_WORKER, "execute_dummy_batch", "a step for ranks without requests, as execute_model has one")
 def _execute_dummy_batch(original: Original, self: Any) -> Any:
-    """Run a step in which a data-parallel rank without requests computes other ranks' tokens; it is no warm-up."""
+    """Run a step in which a rank without requests computes other ranks' tokens.
+
+    The ranks are data-parallel. Such a step is no warm-up.
+    """
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.idle_step():
         return original(self)
@@ -147,7 +151,10 @@ _COLLECTIVE = "this collective in CpuCommunicator"
 
 @_replaces(_CPU, "all_gatherv", _COLLECTIVE)
 def _all_gatherv(original: Original, self: Any, input_: Any, dim: int = 0, sizes: Any = None) -> Any:
-    """Gather rows for expert parallelism over data-parallel ranks, which vLLM's communicator of CPUs cannot do."""
+    """Gather rows for expert parallelism over data-parallel ranks.
+
+    vLLM's communicator of CPUs cannot do this.
+    """
     return data_parallel.gather_rows(self, input_, sizes)
 
 
@@ -180,8 +187,11 @@ _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
 def _determine_available_memory(original: Original, self: Any, *args: Any, **kwargs: Any) -> int:
-    """An automatic budget was an estimate of what a step needs; vLLM's profile run knows it, and its KV cache must not
-    lack what the estimate missed."""
+    """Shrink an automatic budget by what its estimate missed.
+
+    The budget was made from an estimate of what a step needs. vLLM's profile run knows the real number, and its KV
+    cache must not lack the difference.
+    """
     available: int = _warm_up(original, self, *args, **kwargs)
     rank = _rank(self.vllm_config.quant_config)
     return available if rank is None else leave_room(self.vllm_config, rank.server, available)
@@ -189,14 +199,20 @@ def _determine_available_memory(original: Original, self: Any, *args: Any, **kwa
 
 @_replaces(_WORKER, "compile_or_warm_up_model", _CAPTURE_HOOK)
 def _warm_up(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pause transfers while CUDA graphs are captured: a CUDA call of another thread would invalidate the capture."""
+    """Pause transfers while CUDA graphs are captured.
+
+    A CUDA call of another thread would invalidate the capture.
+    """
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.server.engine.paused():
         return original(self, *args, **kwargs)
 
 
 def _rank(config: Any) -> RankServer | None:
-    """Return the rank of a quantization config; None if it is not ours, still loads, or has no MoE layers."""
+    """Return the rank of a quantization config.
+
+    None if the config is not ours, still loads, or has no MoE layers.
+    """
     loading = config.loading if isinstance(config, DymoeConfig) else None
     return None if loading is None else loading.rank_server
 
@@ -206,7 +222,10 @@ def _rank(config: Any) -> RankServer | None:
     "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
 )  # fmt: skip
 async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Answer failed requests with their error message instead of "Internal server error"."""
+    """Answer failed requests with their error message.
+
+    vLLM would answer "Internal server error" instead.
+    """
     async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
         async for output in outputs:
             failures.raise_failure(output)
@@ -215,7 +234,10 @@ async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 @_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")
 def _reload_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to reload weights, which would replace the dense layers and leave the packed experts, without warning."""
+    """Refuse to reload weights.
+
+    Reloading would replace the dense layers and leave the packed experts, without warning.
+    """
     config = self.vllm_config
     check_reloading(config, _rank(getattr(config, "quant_config", None)), other=bool(args or kwargs))
     return original(self, *args, **kwargs)
@@ -233,7 +255,10 @@ def _sleep(original: Original, self: Any, level: int = 1) -> None:
 @_replaces(_CPU_WORKER, "wake_up", _SLEEP_HOOK)
 @_replaces(_WORKER, "wake_up", _SLEEP_HOOK)
 def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> None:
-    """Allocate the slots again, after vLLM's memory, which has the first claim on the device."""
+    """Allocate the slots again, after vLLM's memory.
+
+    vLLM's memory has the first claim on the device.
+    """
     original(self, tags)
     rank = _rank(self.vllm_config.quant_config)
     if rank is not None and (tags is None or "weights" in tags):
@@ -242,7 +267,10 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
 
 @_replaces(_WORKER, "shutdown", "a hook of QuantizationConfig at the end of its worker")
 def _shutdown(original: Original, self: Any) -> None:
-    """Free transfer threads, slots and files when an engine ends, since its process may go on."""
+    """Free transfer threads, slots and files when an engine ends.
+
+    The process may go on.
+    """
     try:
         original(self)
     finally:
@@ -270,7 +298,10 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
     "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
 )  # fmt: skip
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
-    """Show the policy "dymoe" a prompt's queries and keys, which only implementations get outside of graphs."""
+    """Show the policy "dymoe" a prompt's queries and keys.
+
+    Outside of graphs, only implementations of attention get them.
+    """
     original(self, act_dtype)
     rank = _rank(self.quant_config)  # runs already: vLLM processes a model's experts before its attention
     tap = None if rank is None else rank.prompts
@@ -305,9 +336,9 @@ def _select_forward(original: Original, self: Any) -> Original:
 @_replaces("vllm.v1.engine.async_llm.AsyncLLM", "do_log_stats", _STATS_FIELD)
 @_replaces("vllm.v1.engine.llm_engine.LLMEngine", "do_log_stats", _STATS_FIELD)
 def _do_log_stats(original: Original, self: Any) -> Awaitable[None] | None:
-    """Publish the workers' counts to the server's /metrics and log, and to the log of LLM().
+    """Publish the workers' counts to /metrics and to the log.
 
-    This happens whenever vLLM publishes its own.
+    The log is the server's, or that of LLM(). This happens whenever vLLM publishes its own statistics.
     """
     from vllm_dymoe.vllm_plugin.metrics import publish  # not before vLLM has imported prometheus_client
 

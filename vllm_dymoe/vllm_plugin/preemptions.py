@@ -1,4 +1,7 @@
-"""What to do about requests that vLLM preempts because its KV cache is full: experts can leave memory to it."""
+"""What to do about requests that vLLM preempts.
+
+vLLM preempts them because its KV cache is full. Experts can give up memory for that cache.
+"""
 
 from typing import Any
 
@@ -9,7 +12,10 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 class Preemptions:
-    """Watches the scheduler's steps, and proposes a smaller expert budget once for each budget."""
+    """Watches the scheduler's steps, and proposes a smaller expert budget.
+
+    There is one proposal for each budget.
+    """
 
     def __init__(self) -> None:
         self._told: set[int] = set()
@@ -32,7 +38,7 @@ class Preemptions:
 
 
 def proposal(running: int, preempted: int, kv_cache: int, limit: int, least: int, *, own_memory: bool) -> str:
-    """Return what would have kept the preempted requests, in a sentence with its numbers.
+    """Return a sentence that says what would have kept the preempted requests.
 
     Args:
         running: requests that stayed; they fill the KV cache.

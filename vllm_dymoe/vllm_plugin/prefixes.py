@@ -1,7 +1,7 @@
-"""Measures first tokens of cold and cached prompts in one engine: the child process of ``vllm-dymoe bench --prefixes``.
+"""Measures first tokens of cold and cached prompts in one engine.
 
-For each budget, in turns: a prompt that vLLM has not seen, the same one, its first three quarters with another end, and
-an unseen one beside requests that decode.
+This is the child process of ``vllm-dymoe bench --prefixes``. For each budget it measures in turns: a prompt that vLLM
+has not seen, the same one, its first three quarters with another end, and an unseen one while other requests decode.
 """
 
 import json
@@ -53,7 +53,7 @@ class _Clock:
         self.step_until(lambda: all(len(self.came[name]) >= tokens for name in names))
 
     def first_token(self, ids: list[int]) -> float:
-        """Seconds to the first token of a prompt."""
+        """Return the seconds to the first token of a prompt."""
         begin, name = time.perf_counter(), self.ask(ids, _ANSWER)
         self.step_until(lambda: len(self.came[name]) == _ANSWER)
         return self.came[name][0] - begin
@@ -76,7 +76,10 @@ def run(job: Mapping[str, Any]) -> None:
 
 
 def _rounds(clock: _Clock, words: list[int], length: int, decoding: int, rounds: int) -> dict[str, float]:
-    """Return the fewest seconds of each case in so many rounds: what else runs on a machine only adds to them."""
+    """Return the fewest seconds of each case in several rounds.
+
+    The fewest count, because whatever else runs on a machine only adds to them.
+    """
     found: dict[str, list[float]] = {name: [] for name in (*CASES, *DECODING)}
 
     def prompt(base: list[int] | None = None) -> list[int]:

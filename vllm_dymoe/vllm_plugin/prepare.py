@@ -1,4 +1,7 @@
-"""Checks and settings in the user's process, after vLLM has made its configuration and before anything loads."""
+"""Checks and settings in the user's process.
+
+They come after vLLM has made its configuration and before anything loads.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +50,13 @@ WORKER_EXTENSION = "vllm_dymoe.vllm_plugin.worker.DymoeWorkerExtension"
 
 
 def prepare(config: VllmConfig) -> None:
-    """Raise ConfigError for what cannot work, keep host code out of CUDA graphs, and add the worker methods."""
+    """Check and complete a configuration of vLLM for serving with dymoe.
+
+    Host code is kept out of CUDA graphs, and the worker methods are added.
+
+    Raises:
+        ConfigError: something in it cannot work.
+    """
     ours, reader = _quantized(config)
     options = read_options(config, ours, reader)
     try:
@@ -88,13 +97,21 @@ def prepare(config: VllmConfig) -> None:
 
 
 def tokens_of_step(config: VllmConfig) -> int | None:
-    """Return the number of tokens of a step, see :func:`~.chunks.larger_chunk`; ConfigError for invalid options."""
+    """Return the number of tokens of a step, see :func:`~.chunks.larger_chunk`.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     options = read_options(config, *_quantized(config))
     return larger_chunk(config, experts_of(config, options) if config.model_config.get_num_experts() else None, options)
 
 
 def refuse_idle_options(config: VllmConfig) -> None:
-    """Raise ConfigError for our options if the plugin is not in use: the model would not be offloaded."""
+    """Refuse options of ours if the plugin is not in use.
+
+    Raises:
+        ConfigError: there are such options; the model would not be offloaded.
+    """
     additional = config.additional_config
     if isinstance(additional, Mapping) and "dymoe" in additional:
         raise ConfigError(
@@ -104,7 +121,16 @@ def refuse_idle_options(config: VllmConfig) -> None:
 
 
 def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
-    """Raise ConfigError for a LoRAModel with weights for packed experts, which vLLM itself leaves out silently."""
+    """Refuse an adapter for packed experts.
+
+    vLLM itself leaves such weights out silently.
+
+    Args:
+        adapter: a LoRAModel.
+
+    Raises:
+        ConfigError: it has weights for packed experts.
+    """
     from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod  # not before vLLM has decided about graphs
 
     changed = [name for name in adapter.loras if _of_experts(name)]
@@ -117,7 +143,10 @@ def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
 
 
 def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
-    """Return one rank's experts, as far as the model's config.json describes them; None if it names no expert width."""
+    """Return one rank's experts, as far as config.json describes them.
+
+    None if it names no expert width.
+    """
     model, parallel, width = config.model_config, config.parallel_config, expert_width(config)
     if width is None:
         return None
@@ -146,7 +175,11 @@ def experts_of(config: VllmConfig, options: Options) -> ModelExperts | None:
 
 
 def _quantized(config: VllmConfig) -> tuple[Any, Any]:
-    """Return the quantization_config of a checkpoint of ours, and the reader for other checkpoints."""
+    """Return what a checkpoint says about its quantization.
+
+    Returns:
+        the quantization_config of a checkpoint of ours, else None, and the reader for other checkpoints.
+    """
     return getattr(config.quant_config, "checkpoint", None), getattr(config.quant_config, "reader", PLAIN_READER)
 
 
@@ -165,7 +198,13 @@ def _refuse_model(config: VllmConfig) -> None:
 
 
 def _refuse_drafts(config: VllmConfig, ours: Mapping[str, Any] | None, options: Options) -> None:
-    """Raise ConfigError for drafts whose experts cannot join the model's slots, before anything is loaded."""
+    """Refuse drafts whose experts cannot join the model's slots.
+
+    This comes before anything is loaded.
+
+    Raises:
+        ConfigError: they cannot.
+    """
     _ = getattr(config.quant_config, "draft_reader", PLAIN_READER)  # raises if they cannot be read
     if ours is None or config.load_config.load_format == "dummy":
         return
@@ -240,7 +279,11 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
 
 
 def _plans_on_device(config: VllmConfig, options: Options) -> bool:
-    """Return whether decode steps will need no host, as far as known here; ConfigError if required but impossible."""
+    """Return whether decode steps will need no host, as far as known here.
+
+    Raises:
+        ConfigError: device-side planning is required but impossible.
+    """
     if options.trace is not None and config.parallel_config.enable_expert_parallel:
         options = without_device(options)
     return plans_on_device(options, make_policy(options), current_platform.device_type)[0]
@@ -260,9 +303,10 @@ def _add_worker_methods(config: VllmConfig) -> None:
 
 
 def _ask_for_every_weight(config: VllmConfig) -> None:
-    """Make vLLM refuse a checkpoint that lacks a dense weight, as it does by itself if nothing is quantized.
+    """Make vLLM refuse a checkpoint that lacks a dense weight.
 
-    A user's own ``enable_weights_track`` is kept, and loaders without this check are left alone.
+    vLLM does so by itself only if nothing is quantized. A user's own ``enable_weights_track`` is kept, and loaders
+    without this check are left alone.
     """
     load = config.load_config
     given = load.model_loader_extra_config
@@ -278,11 +322,12 @@ def _ask_for_every_weight(config: VllmConfig) -> None:
 
 
 def name_every_place(model: Any) -> None:
-    """Have a model report each loaded weight by all names that it goes by, for the check of what was loaded.
+    """Have a model report each loaded weight by all names that it goes by.
 
-    vLLM's models of transformers have a layer's gate and shared experts in two places, and the check asks for one of
-    them. What lies in RoutedExperts is not asked for, as where nothing is quantized: experts are counted while they are
-    packed, and vLLM 0.32 leaves Laguna's bias of the router as it is.
+    The names are for vLLM's check of what was loaded. vLLM's models of transformers have a layer's gate and shared
+    experts in two places, and the check asks for one of them. Weights in RoutedExperts are not checked, as where
+    nothing is quantized: experts are counted while they are packed, and vLLM 0.32 leaves Laguna's bias of the router
+    as it is.
     """
     load = model.load_weights
 
@@ -334,7 +379,10 @@ def refuse_unsupported_features(config: VllmConfig) -> None:
 
 
 def _lora_may_reach_experts(lora: LoRAConfig | None) -> bool:
-    """Return whether LoRA may reach experts: vLLM wraps every layer unless target modules exclude it."""
+    """Return whether LoRA may reach experts.
+
+    vLLM wraps every layer unless target modules exclude it.
+    """
     return lora is not None and (lora.target_modules is None or any(map(_of_experts, lora.target_modules)))
 
 

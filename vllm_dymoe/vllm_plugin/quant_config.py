@@ -1,4 +1,7 @@
-"""``--quantization dymoe``: the options of a checkpoint, and the method of every layer."""
+"""The quantization method ``dymoe`` of vLLM.
+
+It reads the options of a checkpoint, and gives every layer its method.
+"""
 
 import contextlib
 import re
@@ -40,9 +43,12 @@ _DENSE_G_IDX = re.compile(r"^(?!.*\.experts\.).*\.g_idx$")
 
 
 class DymoeConfig(QuantizationConfig):
-    """Gives MoE layers our method, and leaves every other layer as the checkpoint has it.
+    """Gives MoE layers our method; other layers stay as the checkpoint has them.
 
-    ConfigError for an unsupported variant, or if this vLLM cannot run its dense layers.
+    Those are as the checkpoint has them.
+
+    Raises:
+        ConfigError: a variant is unsupported, or this vLLM cannot run its dense layers.
     """
 
     # A class attribute, because QuantizationConfig sets attributes before __init__ does.
@@ -69,9 +75,12 @@ class DymoeConfig(QuantizationConfig):
 
     @property
     def reader(self) -> Reader:
-        """The reader for the model's experts; quantized experts of another tool keep their codes.
+        """The reader for the model's experts.
 
-        Raises ConfigError for an unsupported format.
+        Quantized experts of another tool keep their codes.
+
+        Raises:
+            ConfigError: the format is unsupported.
         """
         if self._reader is None:
             with _as_config_error():
@@ -81,23 +90,35 @@ class DymoeConfig(QuantizationConfig):
 
     @property
     def draft_reader(self) -> Reader:
-        """The reader for experts of draft layers, which the tool may have quantized in another way, or not at all."""
+        """The reader for experts of draft layers.
+
+        The tool may have quantized them in another way, or not at all.
+        """
         with _as_config_error():
             return make_reader(self._said, self._modules[1])
 
     def get_name(self) -> str:
-        """Return the checkpoint's method, if it has one: vLLM's models check it to handle peculiarities of tools."""
+        """Return the checkpoint's method, if it has one, else "dymoe".
+
+        vLLM's models check the name to handle peculiarities of tools.
+        """
         return "dymoe" if self._dense is None else self._dense.get_name()
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes of the checkpoint's own configuration, which vLLM's models read."""
+        """Return an attribute of the checkpoint's own configuration.
+
+        vLLM's models read such attributes.
+        """
         dense = self.__dict__.get("_dense")
         if dense is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return getattr(dense, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set attributes of the checkpoint's own configuration, which runs the other layers."""
+        """Set an attribute of the checkpoint's own configuration.
+
+        That configuration runs the other layers. Attributes of this object are set here.
+        """
         dense = self.__dict__.get("_dense")
         own = dense is None or name in self.__dict__ or hasattr(DymoeConfig, name)
         (object.__setattr__ if own else setattr)(self if own else dense, name, value)
@@ -130,7 +151,11 @@ class DymoeConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Return our name for a supported checkpoint, if the user asks for it; ConfigError for any other."""
+        """Return our name for a supported checkpoint, if the user asks for it.
+
+        Raises:
+            ConfigError: the user asks for it with an unsupported checkpoint.
+        """
         if user_quant != "dymoe" or hf_quant_cfg.get("quant_method") == "dymoe":
             return None
         # vLLM passes this very dictionary to from_config, and nothing else of the model.
@@ -143,7 +168,10 @@ class DymoeConfig(QuantizationConfig):
         return "dymoe"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return our method for a MoE layer; for any other the checkpoint's own, else the unquantized one."""
+        """Return our method for a MoE layer.
+
+        Any other layer gets the checkpoint's own method, else one of :mod:`~.dense` or the unquantized one.
+        """
         from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod, loading_of
 
         if isinstance(layer, RoutedExperts):
@@ -187,9 +215,10 @@ class DymoeConfig(QuantizationConfig):
             self._dense.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def maybe_update_config(self, model_name: str, **about: Any) -> None:
-        """Read the names and dtypes of the checkpoint's experts, by which rules are interpreted.
+        """Read the names and dtypes of the checkpoint's experts.
 
-        ``prepare`` reports unsupported ones later: vLLM would wrap an error from here in its own words.
+        Rules are interpreted by them. ``prepare`` reports unsupported ones later: vLLM would wrap an error from here
+        in its own words.
         """
         if self._dense is None or self._said is None:
             return
@@ -240,7 +269,10 @@ _JOINED: dict[type[QuantizationConfig], type[DymoeConfig]] = {}
 
 
 def _joined(dense: type[QuantizationConfig]) -> type[DymoeConfig]:
-    """Return our configuration as a subclass of the checkpoint's own class, because vLLM's models check for that."""
+    """Return our configuration as a subclass of the checkpoint's own class.
+
+    vLLM's models check for that class.
+    """
     if dense not in _JOINED:
         _JOINED[dense] = type(f"Dymoe{dense.__name__}", (DymoeConfig, dense), {})
     return _JOINED[dense]
@@ -253,7 +285,10 @@ def _received(dense: type[QuantizationConfig] | None, state: dict[str, Any]) -> 
 
 
 def expert_width(config: VllmConfig) -> int | None:
-    """Return the width of one expert on one rank, according to config.json; None if it names none."""
+    """Return the width of one expert on one rank, according to config.json.
+
+    None if it names none.
+    """
     text = config.model_config.hf_text_config
     width = next((width for name in INTERMEDIATE if (width := getattr(text, name, None))), None)
     return width // _ranks_of_an_expert(config) if isinstance(width, int) else None
@@ -266,7 +301,13 @@ def _ranks_of_an_expert(config: VllmConfig) -> int:
 def read_options(
     vllm_config: VllmConfig, checkpoint: Mapping[str, Any] | None, reader: Reader = PLAIN_READER
 ) -> Options:
-    """Return the options for a checkpoint of ours, of another tool, or without quantization; ConfigError if invalid."""
+    """Return the options for a checkpoint.
+
+    The checkpoint is ours, another tool's, or not quantized.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     additional = vllm_config.additional_config
     asked = additional.get("dymoe") if isinstance(additional, Mapping) else None
     usual, _ = reader.usual
@@ -308,10 +349,13 @@ def _as_config_error() -> Iterator[None]:
 
 
 def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | None]:
-    """Return vLLM's own configuration of a quantized checkpoint, and why no dense layer may be quantized, if so.
+    """Return vLLM's own configuration of a quantized checkpoint.
 
     vLLM 0.32 and newer refuse checkpoints with reordered columns before they look which layers are quantized. If only
     experts are quantized, that order does not concern vLLM, which gets the configuration without it.
+
+    Returns:
+        the configuration, and why no dense layer may be quantized; None if they may.
     """
     if current_platform.is_cpu():
         with contextlib.suppress(ImportError):  # older vLLMs have no such register: their own kernels run
@@ -336,7 +380,11 @@ def _read_dense(config: Mapping[str, Any]) -> tuple[QuantizationConfig, str | No
 def _dense_method(
     dense: QuantizationConfig, refusal: str | None, layer: torch.nn.Module, prefix: str
 ) -> QuantizeMethodBase | None:
-    """Return vLLM's method of a layer without experts; ConfigError if it would quantize despite a refusal."""
+    """Return vLLM's method of a layer without experts.
+
+    Raises:
+        ConfigError: it would quantize despite a refusal.
+    """
     method = dense.get_quant_method(layer, prefix)
     plain = method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     # Attention asks for the scales of its cache.
@@ -346,7 +394,10 @@ def _dense_method(
 
 
 def _name_in_vllm(config: Mapping[str, Any]) -> str:
-    """Return vLLM's name of a quantization_config's method; ModelOpt's algorithms are several methods."""
+    """Return vLLM's name of a quantization_config's method.
+
+    ModelOpt's algorithms are several methods there.
+    """
     if EXPERT_DTYPE in config:
         return "deepseek_v4_fp8"
     if config.get("quant_method") == "auto-round":
@@ -357,7 +408,10 @@ def _name_in_vllm(config: Mapping[str, Any]) -> str:
 
 
 def _without_order(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a quantization_config as if columns had been quantized in their own order."""
+    """Return a quantization_config without reordered columns.
+
+    It reads as if columns had been quantized in their own order.
+    """
     plain = dict(config)
     if config.get("desc_act"):
         plain["desc_act"] = False

@@ -1,4 +1,7 @@
-"""One serving rank: the forward of its MoE layers, in the steps of requests and while vLLM warms up."""
+"""One serving rank: the forward of its MoE layers.
+
+It runs them in the steps of requests and while vLLM warms up.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,7 +27,10 @@ from vllm_dymoe.vllm_plugin.training import ServedTraining
 
 
 class RankServer:
-    """What vLLM's layers, worker and attention call on a rank that has loaded its model."""
+    """What vLLM's layers, worker and attention call on a rank.
+
+    The rank has loaded its model.
+    """
 
     def __init__(
         self,
@@ -61,14 +67,20 @@ class RankServer:
         return predictor is not None and predictor.predictor.tells_phases
 
     def forward(self, layer: RankLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Run the routed experts of one MoE layer, outside of any compilation: x [rows, hidden] to [rows, hidden].
+        """Run the routed experts of one MoE layer, outside of any compilation.
 
-        Weights are float32 [rows, top_k], ids int [rows, top_k] over the experts of all ranks. Rows that pad a captured
-        graph's batch give zeros and are ignored, wherever vLLM has routed them: to expert -1 from 0.32 on, before that
-        to some expert. vLLM's warm-up rows are neither counted nor learnt from.
+        Rows that pad a captured graph's batch give zeros and are ignored, wherever vLLM has routed them: to expert -1
+        from 0.32 on, before that to some expert. vLLM's warm-up rows are neither counted nor learnt from. A layer that
+        cannot be computed returns zeros and fails the step (``failures``).
 
-        A layer that cannot be computed returns zeros and fails the step (``failures``). Raises TransferError in a
-        warm-up that no other rank waits for, and ConfigError for a captured layer.
+        Args:
+            x: [rows, hidden], like the result.
+            weights: float32 [rows, top_k].
+            ids: int [rows, top_k], over the experts of all ranks.
+
+        Raises:
+            TransferError: in a warm-up that no other rank waits for.
+            ConfigError: the layer is captured.
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
@@ -139,12 +151,19 @@ class RankServer:
         return True
 
     def device_failure(self, step: int) -> str:
-        """Return why a finished step up to this number failed on the device; empty if none did."""
+        """Return why a finished step failed on the device; empty if none did.
+
+        Args:
+            step: the number of the last step that is asked about.
+        """
         return "" if self._decode is None else self._decode.failure(step)
 
     @contextlib.contextmanager
     def idle_step(self) -> Iterator[None]:
-        """Run a step without requests, a dummy batch: this rank's experts serve the tokens of other ranks."""
+        """Context for a step without requests, a dummy batch.
+
+        This rank's experts serve the tokens of other ranks.
+        """
         self.step.begin_idle()
         self.server.host_planned.begin_step(self.step.phase)
         if self._decode is not None:
@@ -184,7 +203,10 @@ class RankServer:
         self._decode = self._decode_steps()
 
     def _use(self, predictor: TrainedPredictor) -> None:
-        """Use a predictor that was trained here; its network changes in place, so one call suffices."""
+        """Use a predictor that was trained here.
+
+        Its network changes in place, so one call suffices.
+        """
         before = self.server.predictor
         asked = None if before is None else before.predictor
         if not (isinstance(asked, TrainedPredictor) and asked.network is predictor.network):

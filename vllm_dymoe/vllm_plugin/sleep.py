@@ -1,4 +1,6 @@
-"""Sleep and wake: slots are freed and allocated again together with vLLM's weights and KV cache.
+"""Sleep and wake of an engine.
+
+Slots are freed and allocated again together with vLLM's weights and KV cache.
 
 On CUDA vLLM makes a model in a memory pool, which it unmaps while the engine sleeps: at level 1 with a copy in host
 memory, at level 2 without. Slots are allocated outside of the pool and need no copy, since their bytes are in the
@@ -21,7 +23,10 @@ Made = TypeVar("Made")
 
 
 def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
-    """Return ``make()``, run with device memory outside of vLLM's pool; ``torch.cuda.use_mem_pool`` is per thread."""
+    """Return ``make()``, run with device memory outside of vLLM's pool.
+
+    It runs in another thread, because ``torch.cuda.use_mem_pool`` applies to one thread.
+    """
     pooled = getattr(config.model_config, "enable_cumem_allocator", False)
     if not pooled or config.device_config.device_type != "cuda":
         return make()
@@ -36,9 +41,15 @@ def past_the_pool(config: VllmConfig, make: Callable[[], Made]) -> Made:
 
 
 def check_reloading(config: VllmConfig, rank: RankServer | None, *, other: bool) -> None:
-    """Raise ConfigError for reloading weights, except the served 16-bit ones after a sleep at level 2.
+    """Refuse to reload weights while a model is served.
 
-    Experts stay packed as they are.
+    The served 16-bit weights may be reloaded after a sleep at level 2; experts stay packed as they are.
+
+    Args:
+        other: other weights are asked for.
+
+    Raises:
+        ConfigError: the weights cannot be reloaded.
     """
     why = "its experts are packed in a store; restart the server with the new checkpoint"
     if not other:

@@ -91,7 +91,10 @@ class RunningStep:
         self.phase = Phase.PREFILL if prompts else Phase.DECODE
 
     def begin_idle(self) -> None:
-        """Begin a step in which only other data-parallel ranks have tokens; it is counted, too."""
+        """Begin a step in which only other data-parallel ranks have tokens.
+
+        It is counted, too.
+        """
         self.number += 1
         self._scheduled = SchedulerOutput.make_empty()
 
@@ -99,7 +102,10 @@ class RunningStep:
         self._scheduled, self.phase, self.longest = None, Phase.DECODE, 0
 
     def real(self, rows: int) -> int:
-        """Return how many of a layer's rows are tokens; the others, after them, pad a captured graph's batch."""
+        """Return how many of a layer's rows are tokens.
+
+        The rows after them pad a captured graph's batch.
+        """
         scheduled = self._scheduled  # not the properties, because this is called in every layer
         return rows if scheduled is None else min(rows, int(scheduled.total_num_scheduled_tokens))
 
@@ -218,6 +224,9 @@ class PromptTap:
 
 
 def _described(attention: Any) -> Any:
-    """Return the attention metadata of the step's requests; None if there is no attention layer."""
+    """Return the attention metadata of the step's requests.
+
+    None if there is no attention layer.
+    """
     layers = attention[0] if isinstance(attention, list) else attention or {}
     return next((told for told in layers.values() if getattr(told, "query_start_loc", None) is not None), None)

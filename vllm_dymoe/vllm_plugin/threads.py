@@ -1,4 +1,7 @@
-"""The number of threads that torch, and with it the native library, uses in a worker on a CPU."""
+"""The number of threads that torch uses in a worker on a CPU.
+
+The native library uses as many.
+"""
 
 import os
 
@@ -9,10 +12,10 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 
 def keep_to_quota(device_type: str, ranks: int) -> None:
-    """Limit this thread's torch to the threads that a container's ``cpu.max`` leaves to each rank of a machine.
+    """Limit this thread's torch to a rank's part of a container's ``cpu.max``.
 
-    vLLM starts a thread for each core that it may run on, and a container that has used up its share of a period stalls
-    until the next one. A user's own setting is kept: VLLM_CPU_OMP_THREADS_BIND names cores, or is "nobind" with
+    vLLM starts a thread for each core that it may run on, and a container that has used up its share of a period
+    stalls until the next one. A user's own setting is kept: VLLM_CPU_OMP_THREADS_BIND names cores, or is "nobind" with
     OMP_NUM_THREADS. (Without it vLLM itself sets OMP_NUM_THREADS in each worker.)
     """
     binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")

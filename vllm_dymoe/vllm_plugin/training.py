@@ -1,4 +1,7 @@
-"""Trains a rank's predictor while it serves: which steps count, who uses it, and when it is written."""
+"""Trains a rank's predictor while it serves.
+
+This module says which steps count, who uses the predictor, and when it is written.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -40,9 +43,12 @@ class ServedTraining:
         self.online.see(layer, x, experts)
 
     def end_step(self, step: RunningStep) -> TrainedPredictor | None:
-        """Learn from a step that ran without a failure; return a predictor if one became better than the one in use.
+        """Learn from a step that ran without a failure.
 
         Only decode steps count: the predictor is used in no others, and the first rows of prompts are all alike.
+
+        Returns:
+            a predictor, if one became better than the one in use.
         """
         gates = self._gates()
         if step.phase is not Phase.DECODE or not step.tokens or not gates:
@@ -69,7 +75,11 @@ class ServedTraining:
         return TrainedPredictor(network, self.online.sizes.top_k, make_side_stream(network.tables.device))
 
     def save(self) -> bool:
-        """Write the network if it has improved since the last time; return whether the file has one."""
+        """Write the network if it has improved since the last time.
+
+        Returns:
+            whether the file has one.
+        """
         if self.file is None or not self.online.trained:
             return False
         with self._writing:
@@ -85,7 +95,11 @@ class ServedTraining:
             logger.warning("vllm-dymoe: %s", error)
 
     def report(self) -> dict[str, Any]:
-        """Write the file, and return the state of training; PredictorError if it cannot be written."""
+        """Write the file, and return the state of training.
+
+        Raises:
+            PredictorError: the file cannot be written.
+        """
         written, metrics = self.save(), self.online.card(self._model, version()).metrics
         found: dict[str, Any] = {"file": None if self.file is None else str(self.file)}
         found |= {"written": written, "tokens": self.online.tokens}

@@ -1,4 +1,7 @@
-"""Methods that every vLLM worker gets, for ``LLM.collective_rpc``, ``/collective_rpc`` and :mod:`~.endpoint`."""
+"""Methods that every vLLM worker gets.
+
+They are called through ``LLM.collective_rpc``, ``/collective_rpc`` and :mod:`~.endpoint`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,10 @@ class DymoeWorkerExtension:
     """A mixin for vLLM's worker; each method runs on every rank, between two steps."""
 
     def dymoe_stats(self) -> dict[str, Any]:
-        """Return a :class:`~vllm_dymoe.server.stats.ServerStats` as data, counted since the first request."""
+        """Return the counts since the first request.
+
+        They are a :class:`~vllm_dymoe.server.stats.ServerStats` as data.
+        """
         return _server(self).stats().to_dict()
 
     def dymoe_reset_stats(self) -> None:
@@ -26,9 +32,10 @@ class DymoeWorkerExtension:
     def dymoe_resize(
         self, expert_budget: str | int | float | None = None, host_memory: str | int | float | None = None
     ) -> dict[str, Any]:
-        """Change ``expert_budget`` and ``host_memory``; a smaller cache starts empty and frees memory.
+        """Change ``expert_budget`` and ``host_memory``.
 
-        Returns ``dymoe_stats``, and ``free_device_bytes``. On a ValueError the old values stay.
+        A smaller cache starts empty and frees memory. Returns ``dymoe_stats``, and ``free_device_bytes``. On a
+        ValueError the old values stay.
         """
         server = _server(self)
         if host_memory is not None:
@@ -38,11 +45,10 @@ class DymoeWorkerExtension:
         return {**server.stats().to_dict(), "free_device_bytes": server.cache.pools.available}
 
     def dymoe_precision(self, /, **changes: Any) -> dict[str, Any]:
-        """Change ``high`` or ``low`` among the stored bit-widths, or a parameter of the policy.
+        """Change ``high``, ``low`` or a parameter of the policy.
 
-        The change applies from the next step on.
-
-        Returns what is in force now. On a ValueError nothing changes.
+        ``high`` and ``low`` change among the stored bit-widths. The change applies from the next step on. Returns what
+        is in force now. On a ValueError nothing changes.
         """
         server = _server(self)
         if changes:
@@ -55,7 +61,10 @@ class DymoeWorkerExtension:
         return live_state(rank.server, rank.step.computed)
 
     def dymoe_recordable(self) -> dict[str, Any] | None:
-        """Return the description of a calibration of this model; None on all ranks except the one that records."""
+        """Return the description of a calibration of this model.
+
+        None on all ranks except the one that records.
+        """
         return _rank(self).observation.recordable
 
     def dymoe_record(self, path: str, tokens: int) -> str | None:
@@ -72,7 +81,10 @@ class DymoeWorkerExtension:
         return _problem(_rank(self).observation.end_record)
 
     def dymoe_trace(self) -> dict[str, Any] | None:
-        """Write what has been recorded so far, and return where and how much; None on a rank that records nothing."""
+        """Write what has been recorded so far, and return where and how much.
+
+        None on a rank that records nothing.
+        """
         trace = _rank(self).observation.trace
         if trace is None:
             return None
@@ -82,11 +94,11 @@ class DymoeWorkerExtension:
         return {"folder": str(recorder.folder), **found}
 
     def dymoe_predictor(self) -> dict[str, Any] | None:
-        """Write the predictor that is trained while serving, if it has become better than the next gate.
+        """Write the predictor that is trained while serving.
 
-        Returns its file, whether it was written, the tokens seen, and once there is one the share of experts that it
-        and the next gate predict, on tokens that it was not trained on; None without ``train_predictor``. ValueError if
-        the file cannot be written.
+        It is written if it has become better than the next gate. Returns its file, whether it was written, the tokens
+        seen, and once there is one the share of experts that it and the next gate predict, on tokens that it was not
+        trained on; None without ``train_predictor``. ValueError if the file cannot be written.
         """
         training = _rank(self).training
         if training is None:
@@ -114,7 +126,10 @@ def _server(worker: Any) -> ExpertServer:
 
 
 def _problem(action: Callable[[], None]) -> str | None:
-    """Return the message of an error of ours: an exception would reach the caller as another one."""
+    """Return the message of an error of ours.
+
+    As an exception it would reach the caller as another one.
+    """
     try:
         action()
     except CalibrationError as error:

@@ -1,1 +1,4 @@
-"""The parts of `make gpu`: each is a module with `run(record)`, and runs in its own process."""
+"""The parts of `make gpu`.
+
+Each is a module with `run(record)`, and runs in its own process.
+"""

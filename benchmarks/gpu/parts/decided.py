@@ -1,4 +1,7 @@
-"""Device-planned steps of a stack: small or large batches, launched or as one graph."""
+"""Device-planned steps of a stack.
+
+They are small or large batches, launched or as one graph.
+"""
 
 import time
 from collections.abc import Sequence
@@ -66,9 +69,12 @@ class DevicePlannedSteps:
     def measure(
         self, machine: Machine, inputs: Sequence[Tensor], bits: int, *, ahead: bool = False
     ) -> tuple[float, float, ServerStats]:  # fmt: skip
-        """Run steps; return the seconds of a layer, their bound, and the server's statistics of these steps.
+        """Run steps and measure them.
 
         The bound is memory's and the link's, for misses; with ``ahead`` also for what prefetch has brought in time.
+
+        Returns:
+            the seconds of a layer, their bound, and the server's statistics of these steps.
         """
         torch.cuda.synchronize()
         self._server.reset_stats()

@@ -1,6 +1,7 @@
-"""Decode on tensor cores: is it right on this card, and how much faster than without, alone and in whole steps?
+"""Checks decode on tensor cores on this card, and measures how much it gains.
 
-The first part of fifteen minutes on a card: what is worth most comes first, and every line is kept if time runs out.
+It is compared with decode without tensor cores, alone and in whole steps. This is the first part of fifteen minutes on
+a card: what is worth most comes first, and every line is kept if time runs out.
 """
 
 import os
@@ -64,20 +65,20 @@ class Card:
         return self._held[tensor.data_ptr()][1]
 
     def place(self, tensor: Tensor) -> int:
-        """Its address on the card."""
+        """Return a tensor's address on the card."""
         return self._on_card(tensor).data_ptr()
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What has become of it."""
+        """Return a tensor's current content."""
         return self._on_card(tensor).cpu()
 
     def run(self, kernel: Any, grid: Any, tensors: Any, constants: Any, options: Any) -> None:
-        """Launch."""
+        """Launch a kernel on the card."""
         run_kernel(kernel, grid, [self._on_card(tensor) for tensor in tensors], constants, options)
 
 
 def run(record: Recorder) -> None:
-    """Checks; kernels; whole steps; the queue; a profile."""
+    """Run checks, kernels, whole steps, the queue, and a profile."""
     cores = min(os.cpu_count() or 1, 12)
     with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
         compiled = [pool.submit(_compile, *case) for case in product(KERNEL_LAYERS, KERNEL_PRECISIONS, _ways())]
@@ -105,7 +106,7 @@ def run(record: Recorder) -> None:
 
 
 def check(launch: Launch) -> list[str]:
-    """What is wrong with a launch on this card, as sentences."""
+    """Return what is wrong with a launch on this card, as sentences."""
     first, second = ran(launch, Card()), ran(launch, Card())
     name = f"{launch.encoding.name}, {launch.tokens} tokens, {launch}"
     wrong = [] if first.error < TOLERANCE else [f"{name}: relative error {first.error:.2g}"]
@@ -113,7 +114,7 @@ def check(launch: Launch) -> list[str]:
 
 
 def check_alone(launch: Launch) -> list[str]:
-    """Whether the first token has the same bits with others."""
+    """Return where the first token has other bits beside others than alone."""
     alone, wrong = ran(launch, Card()).out[0], []
     for tokens, most in BESIDE:
         beside = ran(replace(launch, tokens=tokens, tensor_cores=most), Card()).out[0]
@@ -131,7 +132,10 @@ def _compile(layer: Model, precisions: str, decode: Decode) -> None:
 
 
 def _measure_kernels(record: Recorder, machine: Machine) -> None:
-    """Old and new next to each other, few tokens first; prompts have one kind of kernels so far."""
+    """Measure decode in each way, and then prompts.
+
+    The ways to decode alternate, few tokens first; prompts have one kind of kernels so far.
+    """
     for count, layer, precisions in product(DECODE_TOKENS, KERNEL_LAYERS, KERNEL_PRECISIONS):
         for decode in _ways():
             with record.check(f"{layer.name}, {precisions} bits, {count} tokens, {decode.name}, could be measured"):
@@ -142,7 +146,10 @@ def _measure_kernels(record: Recorder, machine: Machine) -> None:
 
 
 def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Decode steps that the device plans with everything resident, as one graph, in each way, and then at half."""
+    """Measure decode steps that the device plans, as one graph.
+
+    Each way is measured with everything resident, and then with half.
+    """
     for budget, decode in product(("100%", "50%"), Decode):
         server = server_of(stack, store, 4, budget, decode=decode)
         replayed = DevicePlannedSteps(stack, server, 1)
@@ -161,7 +168,10 @@ def _of(spins: bool) -> str:
 
 @contextmanager
 def _threads(spins: bool) -> Iterator[None]:
-    """Queues that are made meanwhile have threads that spin, or that sleep, whatever cores there are."""
+    """Context in which queues get threads that spin, or that sleep.
+
+    It does not matter how many cores there are.
+    """
     before = cpu_worker.SPINNING_CORES
     cpu_worker.SPINNING_CORES = 1 if spins else 1 << 20
     try:
@@ -171,7 +181,7 @@ def _threads(spins: bool) -> Iterator[None]:
 
 
 def profiled(record: Recorder) -> None:
-    """Some launches of the kernels, for a profiler to look at."""
+    """Run some launches of the kernels, for a profiler to look at."""
     machine = Machine("", 1.0, 1.0, 1.0)
     for count in (1, 512):
         with record.check(f"{count} tokens could be launched"):
@@ -179,7 +189,10 @@ def profiled(record: Recorder) -> None:
 
 
 def _profile(record: Recorder) -> None:
-    """What bounds the kernels, by NVIDIA's profiler, where it is and may read counters."""
+    """Record what bounds the kernels, by NVIDIA's profiler.
+
+    Nothing is recorded where the profiler is missing or may not read counters.
+    """
     program = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if program is None:
         record.say("Left out: there is no ncu here.")

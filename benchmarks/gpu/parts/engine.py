@@ -1,8 +1,9 @@
-"""vLLM itself, if installed: the same answers with CUDA graphs and without, and at both budgets.
+"""vLLM itself, if installed: compares answers with and without CUDA graphs.
 
-All engines compile the same code, and the first batches have exactly the sizes for which graphs are captured: without
-padding and other compilations there is no reason for a single bit to differ. Later a batch fills a graph only partly,
-and a prompt arrives while others decode; these are compared between budgets.
+They have to be the same with graphs and without, and at both budgets. All engines compile the same code, and the first
+batches have exactly the sizes for which graphs are captured: without padding and other compilations there is no reason
+for a single bit to differ. Later a batch fills a graph only partly, and a prompt arrives while others decode; these
+are compared between budgets.
 """
 
 import importlib.util
@@ -39,7 +40,10 @@ nothing.
 
 
 def run(record: Recorder) -> None:
-    """Run every engine in its own process, concurrently: most of their time is spent compiling."""
+    """Run every engine in its own process, concurrently.
+
+    Most of their time is spent compiling.
+    """
     if importlib.util.find_spec("vllm") is None:
         record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
@@ -66,7 +70,10 @@ def run(record: Recorder) -> None:
 
 @contextmanager
 def started(**settings: Any) -> Iterator[Any]:
-    """Context with vLLM's engine in this process, which finds the package of a checkout; its stores last as long."""
+    """Context with vLLM's engine in this process.
+
+    It finds the package of a checkout; its stores last as long as the context.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as stores:
         os.environ["DYMOE_STORE_DIR"] = stores
@@ -107,7 +114,10 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]:
-    """Return answers to requests, when the last one's prompt is read while the others decode."""
+    """Return answers to requests, the last of which comes late.
+
+    Its prompt is read while the others decode.
+    """
     done: dict[str, Any] = {}
     for number, prompt in enumerate(prompts):
         if number == len(prompts) - 1:

@@ -1,4 +1,7 @@
-"""Checks that device-planned steps, replayed as a graph, compute what host-planned steps do."""
+"""Checks device-planned steps that are replayed as a graph.
+
+They have to compute what host-planned steps do.
+"""
 
 from layers import Model
 from record import Recorder
@@ -29,7 +32,12 @@ def run(record: Recorder) -> None:
 
 
 def _check_decided(store: HostStore, budget: str, tokens: int = 0, launched: bool = False) -> list[str]:
-    """Check small-batch steps as one graph, or large ones of ``tokens`` tokens in the given form."""
+    """Check small-batch steps as one graph, or large ones in the given form.
+
+    Args:
+        tokens: of a large step; 0 for small ones.
+        launched: launch each step, instead of replaying a graph.
+    """
     stack = Stack(MODEL, exact=True)
     host, device = stack.server(store, BITS[0]), server_of(stack, store, BITS[0], budget)
     replayed, wrong = DevicePlannedSteps(stack, device, tokens or BATCH, launched=launched, large=tokens > 0), []

@@ -99,7 +99,10 @@ def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequen
 
 
 def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]) -> list[str]:
-    """Check the weighted sum, split, in one launch, repeated; and fetching through from pinned memory."""
+    """Check the weighted sum and fetching through.
+
+    The sum is split, in one launch, and repeated; experts are fetched through from pinned memory.
+    """
     wrong = []
     hidden_size, intermediate = DECODED
     shape = ExpertShape(hidden_size, intermediate, 64, dtype, True)

@@ -1,6 +1,7 @@
-"""Large batches with host and device time apart, and policies in decode: the second part of fifteen minutes on a card.
+"""Large batches with host and device time apart, and policies in decode.
 
-Meanwhile vLLM's wheel arrives in pieces (``wheel_parts.py``); nothing here needs it.
+This is the second part of fifteen minutes on a card. Meanwhile vLLM's wheel arrives in pieces (``wheel_parts.py``);
+nothing here needs it.
 """
 
 import time
@@ -37,7 +38,7 @@ POLICIES: dict[str, tuple[Policy, str]] = {
 
 
 def run(record: Recorder) -> None:
-    """Prompts first, then decode by policy."""
+    """Measure prompts first, then decode by policy."""
     machine, store, stack = measure_machine(), pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     for tokens, budget in product(TOKENS, BUDGETS):
         with record.check(f"{tokens} tokens at {budget} could be measured"):
@@ -51,7 +52,10 @@ def run(record: Recorder) -> None:
 def _measure_large(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, tokens: int, budget: str
 ) -> None:
-    """Time until a step is enqueued, and time until it has ended, beside what link or card need for it."""
+    """Measure the time until a step is enqueued, and until it has ended.
+
+    Both are compared with what link or card need for it.
+    """
     server = server_of(stack, store, BITS, budget, OfAllLayers, decode=Decode.TENSOR_CORES)
     steps = DevicePlannedSteps(stack, server, tokens, launched=True, large=True)
     inputs = [stack.inputs(tokens, seed) for seed in range(LARGE_STEPS)]
@@ -78,7 +82,7 @@ def _measure_large(
 def _measure_policy(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, name: str, policy: Policy, budget: str
 ) -> None:
-    """A decode step of one token as one graph, planned by the device."""
+    """Measure a decode step of one token as one graph, planned by the device."""
     server = stack.server(store, BITS, budget=budget, policy=policy, planning="device", decode=Decode.TENSOR_CORES)
     if server.small_batches is None:
         record.say(f"Left out: {name} is not planned on the device, because {server.host_plans_because}.")

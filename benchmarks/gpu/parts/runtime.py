@@ -1,4 +1,7 @@
-"""The server on real streams: neither budget, store, prefetch nor timing changes a bit, and the bits are correct."""
+"""The server on real streams.
+
+Neither budget, store, prefetch nor timing changes a bit, and the bits are correct.
+"""
 
 import tempfile
 from pathlib import Path
@@ -28,7 +31,10 @@ BUSY_BYTES = 128 << 20
 
 
 def run(record: Recorder) -> None:
-    """Run all precisions; the file store and the stalled card with two precisions, the case with most risks."""
+    """Run all precisions.
+
+    The file store and the stalled card are checked with two precisions, the case with most risks.
+    """
     stack = Stack(MODEL, exact=True)
     steps = [stack.inputs(tokens, seed) for seed, tokens in enumerate(TOKENS)]
     for name, (high, low) in PRECISIONS.items():

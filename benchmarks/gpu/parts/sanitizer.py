@@ -23,7 +23,10 @@ TOKENS = (1, 40, 2)
 
 
 def short(record: Recorder) -> None:
-    """Run both precisions, decode and grouped launches, and transfers into reused slots under a sanitizer."""
+    """Run a few short steps under a sanitizer.
+
+    They have both precisions, decode and grouped launches, and transfers into reused slots.
+    """
     with record.check("a few steps at the smallest budget") as wrong:
         store, stack = pinned_store(MODEL, (4, 2)), Stack(MODEL, exact=True)
         server = stack.server(store, 4, 2, "minimum", "next-gate")

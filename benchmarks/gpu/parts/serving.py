@@ -1,8 +1,8 @@
-"""Tokens per second inside vLLM, with the real configuration of Qwen3-30B-A3B and dummy weights.
+"""Tokens per second inside vLLM, with Qwen3-30B-A3B's configuration.
 
-The third part of fifteen minutes on a card. Routers choose experts by Zipf's law, so that hits mean something; what the
-model says means nothing. Engines run one after the other, each in a process of its own, in the
-order of what they are worth: each one's numbers are kept when it has answered.
+The configuration is real; weights are dummies. This is the third part of fifteen minutes on a card. Routers choose
+experts by Zipf's law, so that hits mean something; what the model says means nothing. Engines run one after the other,
+each in a process of its own, in the order of what they are worth: each one's numbers are kept when it has answered.
 """
 
 import importlib.util
@@ -42,7 +42,11 @@ LIMIT = 75.0
 
 
 def ours(budget: str, misses: str = "auto") -> dict[str, Any]:
-    """Settings of an engine with the plugin, at a share of the experts' bytes."""
+    """Return settings of an engine with the plugin.
+
+    Args:
+        budget: share of the experts' bytes.
+    """
     options = {"high": 4, "group_size": 64, "expert_budget": budget, "host_store": "pinned", "misses": misses}
     return {"quantization": "dymoe", "additional_config": {"dymoe": options}}
 
@@ -60,7 +64,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def run(record: Recorder) -> None:
-    """Each engine in turn; one that does not start or takes too long leaves a sentence."""
+    """Measure each engine in turn.
+
+    One that does not start or takes too long leaves a sentence.
+    """
     if importlib.util.find_spec("vllm") is None:
         record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
@@ -85,7 +92,11 @@ def run(record: Recorder) -> None:
 
 
 def measure(folder: str, settings: dict[str, Any]) -> dict[str, tuple[float, str]]:
-    """Start an engine and return tokens per second, and a remark, for each kind of load."""
+    """Start an engine and measure each kind of load.
+
+    Returns:
+        tokens per second, and a remark, by load.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     stores = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=stores) as store:
@@ -134,7 +145,11 @@ def _remark(llm: Any, settings: dict[str, Any]) -> str:
 
 
 def skew_routers(worker: Any) -> int:
-    """Give every router of an engine's worker the weights of `router_weights`; return how many there are."""
+    """Give every router of an engine's worker the weights of `router_weights`.
+
+    Returns:
+        how many routers there are.
+    """
     import torch
 
     generator, count = torch.Generator().manual_seed(0), 0
@@ -147,9 +162,10 @@ def skew_routers(worker: Any) -> int:
 
 
 def router_weights(experts: int, hidden: int, top_k: int, generator: Any) -> Any:
-    """Random weights [experts, hidden] with which normalized inputs choose experts by Zipf's law, in a random order.
+    """Return random weights of a router, [experts, hidden].
 
-    An expert is among the `top_k` about as often as its logit exceeds 1; its row is as long as the logit deviates.
+    With them normalized inputs choose experts by Zipf's law, in a random order. An expert is among the `top_k` about
+    as often as its logit exceeds 1; its row is as long as the logit deviates.
     """
     import torch
 

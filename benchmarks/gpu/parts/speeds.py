@@ -1,4 +1,7 @@
-"""How close the kernels and the server come to the limits of the card's memory and link."""
+"""How close the kernels and the server come to the card's limits.
+
+These are the limits of its memory and its link.
+"""
 
 import time
 from statistics import median
@@ -43,7 +46,10 @@ class OfAllLayers(Exact):
 
 
 def run(record: Recorder) -> None:
-    """Measure selected kernels first, which give the server's bounds; parts with wrong results are not measured."""
+    """Measure selected kernels first, which give the server's bounds.
+
+    Parts with wrong results are not measured.
+    """
     store, stack = pinned_store(MODEL, (BITS,)), Stack(MODEL, exact=False)
     if not _same_at_every_budget(record, store, stack):
         return
@@ -75,7 +81,10 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
 
 
 def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Measure host-planned steps: the median time of a layer, and the bytes that had to be moved in the same steps."""
+    """Measure host-planned steps.
+
+    The median time of a layer is compared with the time to move what had to be moved in the same steps.
+    """
     cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
     for phase, budget, prefetch in cases:
         if budget == "100%" and prefetch != PREFETCH[0]:  # there are no misses
@@ -107,10 +116,11 @@ def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack:
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
-    """Measure device-planned steps: a layer's time, compared with the link's and memory's limits.
+    """Measure device-planned steps.
 
-    Decode of one token is one graph; a prompt is launched, and streams through the staging slots. Misses computed by
-    the CPU count as if they had been fetched, so a share above 1 is the gain.
+    A layer's time is compared with the link's and memory's limits. Decode of one token is one graph; a prompt is
+    launched, and streams through the staging slots. Misses computed by the CPU count as if they had been fetched, so a
+    share above 1 is the gain.
     """
     cases = [(phase, budget) for phase in STEPS for budget in BUDGETS]
     for phase, budget in cases if misses == "fetch" else [("decode", budget) for budget in BUDGETS[:-1]]:
@@ -129,9 +139,12 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
 
 
 def measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack, about: str = "") -> list[str]:
-    """Both bandwidths, each while the other works, and the way to the host and back without a row to compute.
+    """Measure the CPU queue.
 
-    Returns what is wrong, as sentences.
+    It measures both bandwidths, each while the other works, and the way to the host and back without a row to compute.
+
+    Returns:
+        what is wrong, as sentences.
     """
     about = about and f", {about}"
     server = server_of(stack, store, BITS, BUDGETS[0], misses="share")

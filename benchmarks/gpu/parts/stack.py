@@ -1,4 +1,7 @@
-"""A made-up model of MoE layers: random experts in a store, random gates, and steps through all of its layers."""
+"""A synthetic model of MoE layers.
+
+It has random experts in a store, random gates, and steps through all of its layers.
+"""
 
 import math
 import tempfile
@@ -119,7 +122,10 @@ class Stack:
         decode: Decode = Decode.PLAIN,
         **options: Any,
     ) -> ExpertServer:
-        """Return a server at a budget, which can also be "minimum"; two precisions are given by number."""
+        """Return a server at a budget, which can also be "minimum".
+
+        With two precisions, an expert's number decides which one it gets.
+        """
         gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
@@ -162,7 +168,10 @@ class Stack:
         return seen
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
-        """Return the correct result of a layer, in float64 on the host, with experts of these bits."""
+        """Return the correct result of a layer, with experts of these bits.
+
+        It is computed in float64 on the host.
+        """
         x, weights, ids = seen.x.cpu(), seen.weights.cpu().double(), seen.ids.cpu()
         total = torch.zeros(x.shape, dtype=torch.float64)
         for expert in ids.unique().tolist():
@@ -181,7 +190,10 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference relative to that of the correct result; infinite for NaN."""
+    """Return the norm of the difference relative to that of the correct result.
+
+    Infinite for NaN.
+    """
     error = float((got.cpu().double() - want).norm() / want.norm())
     return error if math.isfinite(error) else math.inf
 

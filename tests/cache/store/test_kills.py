@@ -1,7 +1,8 @@
 """Kill a first quantization at random points: no bad store remains, and the next start cleans up.
 
-Run by hand with ``STORE_KILLS=10000``. ``STORE_KILLS_NAMESPACE=1`` gives every writer its own PID namespace, where each
-is process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use it).
+Run by hand with ``STORE_KILLS=10000`` and ``--timeout 0``. ``STORE_KILLS_NAMESPACE=1`` gives every writer its own PID
+namespace, where each is process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use
+it).
 """
 
 import os
@@ -11,8 +12,8 @@ import sys
 KILLS = int(os.environ.get("STORE_KILLS", "40"))
 NAMESPACE = bool(os.environ.get("STORE_KILLS_NAMESPACE"))
 
-PROGRAM = """
-import os, random, signal, sys, time
+PROGRAM = '''
+import contextlib, os, random, signal, sys, time
 from pathlib import Path
 
 import torch
@@ -34,15 +35,19 @@ def write(folder):
 
 
 def begin(folder):
+    """Start a writer; return the process to wait for and the one to kill, which writes."""
+    come, go = os.pipe()
     child = os.fork()
     if child == 0:
         if namespace:
             libc.unshare(CLONE_NEWPID)
             inner = os.fork()
             if inner:
-                status = os.waitpid(inner, 0)[1]
-                os._exit(os.waitstatus_to_exitcode(status) != 0)
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                os.write(go, inner.to_bytes(4, "little"))
+                code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+                if code < 0:
+                    os.kill(os.getpid(), -code)
+                os._exit(code)
             assert os.getpid() == 1
         try:
             write(folder)
@@ -51,7 +56,10 @@ def begin(folder):
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return child
+    os.close(go)
+    writer = int.from_bytes(os.read(come, 4), "little") if namespace else child
+    os.close(come)
+    return child, writer
 
 
 if namespace:
@@ -66,17 +74,19 @@ if namespace:
 
 seconds = 1.0
 for number in range(5):
+    child, _ = begin(root / "model" / f"warm-{number}")
     begun = time.perf_counter()
-    os.waitpid(begin(root / "model" / f"warm-{number}"), 0)
+    os.waitpid(child, 0)
     seconds = min(seconds, time.perf_counter() - begun)
 chance, published, killed = random.Random(0), 0, 0
 for number in range(kills):
     folder = root / "model" / f"rank-{number % 3}-0"
     writers = [begin(folder) for _ in range(1 + number % 2)]  # alone, and two at a time
     time.sleep(chance.random() * 1.2 * seconds * len(writers))
-    for writer in writers:
-        os.kill(writer, signal.SIGKILL)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) for writer in writers]
+    for _, writer in writers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, _ in writers]
     assert set(codes) <= {0, -signal.SIGKILL}, codes
     killed += codes.count(-signal.SIGKILL)
     if folder.exists():  # complete, whenever it has its name
@@ -88,14 +98,12 @@ for number in range(kills):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-if namespace:
-    time.sleep(1.0)  # the kernel ends what was inside
 clean(all_leftovers(root))
 left = [path.name for path in (root / "model").iterdir() if not path.name.startswith("warm-")]
 assert not left, left
 assert killed > kills // 4, (killed, kills)
 print(f"kills {killed} published {published} of {kills}, a store takes {seconds * 1e3:.1f} ms")
-"""
+'''
 
 
 def test_kills_leave_neither_bad_stores_nor_folders(tmp_path):

@@ -11,18 +11,25 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 
 
 class StoreError(RuntimeError):
-    """A store that cannot be read or written; the message names the file and what to do."""
+    """A store cannot be read or written.
+
+    The message names the file and what to do.
+    """
 
 
 class DamagedStoreError(StoreError):
-    """Files that provably differ from what was written; writing the store again repairs it.
+    """Files provably differ from what was written.
 
-    Files that merely could not be opened or read raise a plain StoreError, which is no reason to replace them.
+    Writing the store again repairs it. Files that merely could not be opened or read raise a plain StoreError, which is
+    no reason to replace them.
     """
 
 
 class HostMemoryError(StoreError):
-    """Host memory that cannot be allocated or pinned; the message says why, and the caller adds what to do."""
+    """Host memory cannot be allocated or pinned.
+
+    The message says why, and the caller adds what to do.
+    """
 
 
 class Lent(Protocol):
@@ -64,16 +71,20 @@ class HostStore(ABC):
     def read_into(
         self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> None:
-        """Copy one packed expert, or adjacent projections of it, into host memory: uint8 [bytes], contiguous.
+        """Copy one packed expert, or adjacent projections of it, into host memory.
 
-        StoreError if the bytes cannot be read, or differ from what was written. BlockingIOError if ``wait`` is not set
-        and they are not in memory; ``destination`` may then be partly written.
+        ``destination`` is uint8 [bytes], contiguous. StoreError if the bytes cannot be read, or differ from what was
+        written. BlockingIOError if ``wait`` is not set and they are not in memory; ``destination`` may then be partly
+        written.
         """
 
     def hold(
         self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True
     ) -> AbstractContextManager[Lent | None]:
-        """Lend a slice that is in host memory; yields None if it is not. Arguments and errors as for ``read_into``."""
+        """Lend a slice that is in host memory; yields None if it is not.
+
+        Arguments and errors are as for ``read_into``.
+        """
         return nullcontext()
 
     @property
@@ -86,7 +97,10 @@ class HostStore(ABC):
         return self.whole
 
     def lost(self, keys: Iterable[SliceKey]) -> str:
-        """Return a sentence if bytes of mapped slices could not be read while they were in use; empty otherwise."""
+        """Return why slices could not be read while they were in use, as a sentence.
+
+        Only slices of mapped files can be lost; empty if none was.
+        """
         return ""
 
     def packed(self, key: SliceKey) -> torch.Tensor:
@@ -94,7 +108,10 @@ class HostStore(ABC):
         raise NotImplementedError
 
     def take(self, other: "HostStore", experts: ModelExperts) -> None:
-        """Append the layers of another store of this kind; ``experts`` describes both together."""
+        """Append the layers of another store of this kind.
+
+        ``experts`` describes both together.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""How a store's files are read: through the page cache or past it, how many reads at once, and at which rate.
+"""How a store's files are read: past the page cache or not, and how fast.
 
-The first starts measure, and ``disk.json`` next to the store keeps the best result for each machine and disk, because a
-disk that others use looks slow. Which way is faster also depends on memory: pages in the page cache are copied as fast
-as memory, but reading others from disk through it takes a core, and may happen in small pieces.
+The first starts measure the rates with several reads at once, and ``disk.json`` next to the store keeps the best result
+for each machine and disk, because a disk that others use looks slow. Which way is faster also depends on memory: pages
+in the page cache are copied as fast as memory, but reading others from disk through it takes a core, and may happen in
+small pieces.
 """
 
 import contextlib
@@ -59,7 +60,10 @@ class DiskRates:
         return min((depth for depth, rate in self.direct.items() if rate >= _ENOUGH * best), default=_DEPTHS[2])
 
     def read_past_cache(self, held: float) -> bool:
-        """Return whether reading past the page cache is faster, if that holds the share ``held`` of the bytes."""
+        """Return whether reading past the page cache is faster.
+
+        ``held`` is the share of the bytes that the page cache holds.
+        """
         through = held / self.warm + (1 - held) / self.cached
         return bool(self.direct) and 1 / self.direct[self.depth] < through
 
@@ -119,9 +123,10 @@ class DiskCounts:
 
 
 def read_direct(file: int, destination: torch.Tensor, offset: int) -> int:
-    """Read with ``preadv`` and O_DIRECT: directly if both sides are aligned, else through a buffer of the thread.
+    """Read with ``preadv`` and O_DIRECT; return the number of bytes read.
 
-    Returns the number of bytes read, fewer than requested at the file's end.
+    The read is direct if both sides are aligned, and otherwise goes through a buffer of the thread. At the file's end
+    it returns fewer bytes than requested.
     """
     nbytes = destination.numel()
     begin = offset // BLOCK * BLOCK
@@ -149,9 +154,9 @@ def _buffer(nbytes: int) -> memoryview:
 
 
 def set_direct(file: int, *, direct: bool) -> bool:
-    """Switch an open file to reading past the page cache, or through it; return the mode in effect.
+    """Switch an open file to reading past the page cache, or through it.
 
-    Not every file system supports both.
+    Returns whether reads now go past it; not every file system supports that.
     """
     try:
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -170,18 +175,27 @@ def set_direct(file: int, *, direct: bool) -> bool:
 
 
 def known_rates(folder: Path) -> DiskRates | None:
-    """Return the rates that earlier starts on this machine measured for a folder's disk, if they can be read."""
+    """Return the rates that earlier starts measured for a folder's disk.
+
+    None if this machine has measured none, or if they cannot be read.
+    """
     rates = kept_beside(folder / RATES, storage_of(folder), DiskRates)
     return rates if rates and min(rates.cached, rates.warm, *rates.direct.values()) > 0 else None
 
 
 def keep_rates(folder: Path, rates: DiskRates) -> None:
-    """Store rates for the next start; if the folder cannot be written, the next start measures again."""
+    """Store rates for the next start.
+
+    If the folder cannot be written, the next start measures again.
+    """
     keep_beside(folder / RATES, storage_of(folder), rates)
 
 
 def storage_of(folder: Path) -> str:
-    """Return a description of a folder's disk on this machine; rates of another disk do not apply."""
+    """Return a description of a folder's disk on this machine.
+
+    Rates of another disk do not apply.
+    """
     return f"{machine()}, {_mounted(folder)}"
 
 
@@ -203,7 +217,10 @@ def _mounted(folder: Path) -> str:
 
 
 def _block_device(number: str) -> str:
-    """Return model, serial number and size of a local disk, as far as the system reports them."""
+    """Return model, serial number and size of a local disk.
+
+    Parts that the system does not report are left out.
+    """
     device = _BLOCK_DEVICES / number
     said = []
     for name in ("device/model", "device/serial", "size"):
@@ -221,10 +238,11 @@ def measure_rates(
     slices: Sequence[int],
     nbytes: int,
 ) -> DiskRates:
-    """Measure the rates of random slices of a store, up to ``nbytes`` bytes, in every way of reading.
+    """Measure the rates of random slices of a store, in every way of reading.
 
-    ``use`` selects a way and returns whether it is possible, ``read`` returns the bytes of a slice, and ``forget``
-    removes a slice from the page cache. StoreError if the store cannot be read.
+    Reads 32 MiB of slices of ``nbytes`` bytes, but at least 16 of them. ``use`` selects a way and returns
+    whether it is possible, ``read`` returns the bytes of a slice, and ``forget`` removes a slice from the page cache.
+    StoreError if the store cannot be read.
     """
     chosen = random.Random(0).sample(slices, min(len(slices), max(_DEPTHS[-1], _MEASURED_BYTES // nbytes)))
     for number in chosen:

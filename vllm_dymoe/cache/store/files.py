@@ -61,7 +61,10 @@ def file_name(layer_index: int) -> str:
 
 
 def checksum(section: memoryview) -> int:
-    """Return XXH3-64 of a section as a signed number; it is as fast as memory, zlib's CRC-32 slower than a read."""
+    """Return XXH3-64 of a section as a signed number.
+
+    It is as fast as memory; zlib's CRC-32 is slower than a read.
+    """
     return ctypes.c_int64(xxhash.xxh3_64_intdigest(section)).value
 
 
@@ -162,9 +165,10 @@ class FileStore(HostStore):
         return not self.reading.direct
 
     def rates(self) -> DiskRates:
-        """Return the disk's rates: the best that the first starts on this machine measured, a second each.
+        """Return the disk's rates, measured if needed.
 
-        They are stored next to the files. StoreError if the files cannot be read.
+        The first starts on this machine measure for a second each; the best rates are stored next to the files.
+        StoreError if the files cannot be read.
         """
         found = known_rates(self.folder)
         if found is None or found.measured < MEASURED_STARTS:
@@ -249,12 +253,13 @@ class FileStore(HostStore):
         self._stamps += other._stamps
         self._looked += other._looked
         other._descriptors = []
-        self.reading = self.reading  # of all of them
+        self.reading = self.reading  # also for the files that were added
 
     def bind(self) -> None:
-        """Write the digests of its shards into an older store's manifest, as new stores have them.
+        """Write digests of the shards into an older store's manifest.
 
-        The caller must have read and verified everything before. StoreError if the manifest cannot be written.
+        New stores have them. The caller must have read and verified everything before. StoreError if the manifest
+        cannot be written.
         """
         described = replace(self.manifest, version=STORE_VERSION, described="")
         shards = {}
@@ -272,7 +277,10 @@ class FileStore(HostStore):
         return begin + key.expert * stride
 
     def _map(self) -> bool:
-        """Return whether all files are mapped, so that a CPU can compute from them; maps them if needed."""
+        """Map all files, so that a CPU can compute from them.
+
+        Returns whether they are mapped.
+        """
         if len(self._maps) < len(self._layers) and not self.unmapped:
             try:
                 for layer in self._layers[len(self._maps) :]:
@@ -282,7 +290,10 @@ class FileStore(HostStore):
         return not self.unmapped
 
     def _look(self, layer: int) -> None:
-        """Check whether a file was written to since it was opened; then its slices are verified again."""
+        """Check whether a file was written to since it was opened.
+
+        If it was, its slices are verified again.
+        """
         try:
             now = _Stamp.of(self._layers[layer].file)
         except OSError as error:
@@ -293,7 +304,10 @@ class FileStore(HostStore):
             self._stamps[layer] = now
 
     def _fill(self, key: SliceKey, destination: torch.Tensor, span: slice, *, wait: bool = True) -> bool:
-        """Read a part of a slice; return whether a disk was read, as far as the system reports it."""
+        """Read a part of a slice.
+
+        Returns whether a disk was read, as far as the system reports it.
+        """
         begun, reading, direct = time.perf_counter(), self._reading, self._direct
         path, file = self._layers[key.layer][:2]
         offset, nbytes = self._begin(key) + span.start, span.stop - span.start
@@ -326,9 +340,10 @@ class FileStore(HostStore):
             close_file(self._descriptors.pop())
 
     def check(self, key: SliceKey, read: torch.Tensor, projections: range = EVERY_PROJECTION) -> None:
-        """Compare bytes of a slice (uint8, contiguous) with their checksums, and check indices that kernels use.
+        """Compare bytes of a slice with their checksums.
 
-        DamagedStoreError if something is wrong.
+        ``read`` is uint8, contiguous. Indices that kernels use are checked as well. DamagedStoreError if something is
+        wrong.
         """
         layer, there = self._layers[key.layer], read.numpy().data
         expected = layer.expected[key.bits][key.expert].tolist()
@@ -414,7 +429,10 @@ def _forget(file: int, offset: int, nbytes: int) -> None:
 
 
 def _orders_columns(form: MatrixFormat, section: memoryview) -> bool:
-    """Return whether a section's order of columns, if it has one, is a permutation; kernels use it unchecked."""
+    """Return whether a section's order of columns is a permutation, if it has one.
+
+    Kernels use the order unchecked.
+    """
     if not form.act_order or not form.rows or form.nested:
         return True
     order = np.frombuffer(section, np.uint16, form.columns, form.order_offset)
@@ -422,9 +440,10 @@ def _orders_columns(form: MatrixFormat, section: memoryview) -> bool:
 
 
 def _read_cached(file: int, destination: torch.Tensor, offset: int, *, wait: bool) -> tuple[int, bool]:
-    """Read through the page cache; return the number of bytes read, and whether some may have come from a disk.
+    """Read through the page cache.
 
-    BlockingIOError without ``wait`` if the read would have to wait for a disk.
+    Returns the number of bytes read, and whether some may have come from a disk. BlockingIOError without ``wait`` if
+    the read would have to wait for a disk.
     """
     view, done, flags, from_disk = destination.numpy().data, 0, os.RWF_NOWAIT, False
     while done < len(view):
@@ -456,7 +475,7 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
 
 
 def _cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
-    """Return a StoreError for a fault that may be temporary or specific to this process.
+    """Return a StoreError for a fault that may be temporary or only this process's.
 
     Such a fault is no reason to write the store again.
     """

@@ -35,9 +35,10 @@ def make_header(
     metadata: Mapping[str, str] | None = None,
     alignment: int = 8,
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out tensors (name, dtype, shape, bytes) one after the other, in a file with ``metadata``.
+    """Lay out tensors one after the other, in a file with ``metadata``.
 
-    Returns the file's first bytes, the first byte of each tensor, and the size of the file.
+    Each tensor is a name, dtype, shape and number of bytes. Returns the file's first bytes, the first byte of each
+    tensor, and the size of the file.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins = {}
@@ -85,7 +86,10 @@ def read_header(path: Path, file: int) -> dict[str, TensorPlace]:
 
 
 def read_metadata(file: int) -> dict[str, str]:
-    """Return the metadata of a safetensors file; empty if there is none, or if it is not such a file."""
+    """Return the metadata of a safetensors file.
+
+    Empty if there is none, or if it is not such a file.
+    """
     try:
         length = int.from_bytes(os.pread(file, 8, 0), "little")
         found = json.loads(os.pread(file, min(length, _MOST_HEADER_BYTES), 8))["__metadata__"]
@@ -95,9 +99,9 @@ def read_metadata(file: int) -> dict[str, str]:
 
 
 def _validate(path: Path, file: int) -> None:
-    """Check the header of an open file with safetensors, whose tensors must fill it without a gap.
+    """Check the header of an open file with safetensors.
 
-    DamagedStoreError if it is invalid, StoreError if it could not be read.
+    Tensors must fill the file without a gap. DamagedStoreError if it is invalid, StoreError if it could not be read.
     """
     try:
         with safe_open(f"/proc/self/fd/{file}", framework="np"):  # the open file, whatever has its name by now

@@ -1,4 +1,7 @@
-"""``dymoe_experts.json``: what a store holds, for which model, and its quantization errors."""
+"""The manifest of a store, ``dymoe_experts.json``.
+
+It says what the store holds, for which model, and its quantization errors.
+"""
 
 import hashlib
 import json
@@ -32,14 +35,17 @@ _NAMED = CODEBOOKS | LATTICES
 
 
 def describe_encodings(formats: Mapping[int, ExpertFormat]) -> dict[str, Any]:
-    """Return encodings as a manifest, or a checkpoint's quantization_config, stores them."""
+    """Return encodings in the form in which a manifest stores them.
+
+    A checkpoint's quantization_config has the same form.
+    """
     flags = {key: [bits for bits, fmt in formats.items() if getattr(fmt, field)] for field, key in _FLAGS.items()}
     named = {str(bits): fmt.encoding.name for bits, fmt in formats.items() if fmt.encoding.name in _NAMED}
     return flags | {_CODEBOOKS: named}
 
 
 def read_encodings(described: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Return the stored encoding of one bit-width as arguments of :class:`ExpertFormat`."""
+    """Return the encoding of one bit-width, as arguments of :class:`ExpertFormat`."""
     flags = {field: bits in described.get(key, ()) for field, key in _FLAGS.items()}
     named = described.get(_CODEBOOKS, {}).get(str(bits))
     return flags | {"encoding": encoding_of(bits, None if named is None else _NAMED[named])}
@@ -91,9 +97,9 @@ Short = Annotated[float, PlainSerializer(lambda error: float(f"{error:.4g}"), re
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Relative errors, one number for each MoE layer: root of the sum of squares over its experts.
+    """Relative errors, one number for each MoE layer.
 
-    All but ``weight`` are empty without a calibration.
+    Each is the root of the sum of squares over the layer's experts. All but ``weight`` are empty without a calibration.
     """
 
     weight: Mapping[int, tuple[Short, ...]]  # by bit-width below 16, |W - dequantized W| / |W|
@@ -109,7 +115,10 @@ _ERRORS = TypeAdapter(ErrorRecord)
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a store, and its model. Errors, alignment and digests are not part of its identity."""
+    """Content of a store, and its model.
+
+    Errors, alignment and digests are not part of its identity.
+    """
 
     experts: ModelExperts
     quantizer: str
@@ -129,7 +138,7 @@ class Manifest:
         return self.version >= _BINDING_VERSION
 
     def shard_digest(self, layer: int, header: bytes, checksums: Iterable[bytes]) -> str:
-        """Return the SHA-256 (hex) of everything that determines the content of a layer's file.
+        """Return the SHA-256 (hex) of what determines the content of a layer's file.
 
         It covers the manifest except errors, the layer, the file's header and its tables of checksums, so it differs
         for any other layer, model or store.
@@ -226,5 +235,8 @@ class Manifest:
 
 
 def _described(data: Mapping[str, Any]) -> str:
-    """Return the fields that determine the meaning of bytes, as text independent of their order."""
+    """Return the fields that determine the meaning of bytes, as text.
+
+    The text does not depend on the order of the fields.
+    """
     return json.dumps({name: value for name, value in data.items() if name not in _UNBOUND}, sort_keys=True)

@@ -1,10 +1,8 @@
 """Mapped files, from which a CPU computes experts that are in the page cache.
 
-Copying one into a slot would take longer than reading it once.
-
-A failing read is an error that a request can report, but a failing page of a mapping would kill the process. So the
-native library guards mappings: a page that cannot be read becomes zeros and is counted, and from then on files are read
-instead.
+Copying one into a slot would take longer than reading it once. A failing read is an error that a request can report,
+but a failing page of a mapping would kill the process. So the native library guards mappings: a page that cannot be
+read becomes zeros and is counted, and from then on files are read instead.
 """
 
 import ctypes
@@ -66,9 +64,8 @@ def map_file(
 ) -> torch.Tensor:
     """Map a part of a file, shared with other processes, as uint8 [nbytes].
 
-    Unlike ``mmap.mmap`` it keeps no descriptor.
-
-    The mapping lasts until the last tensor over it is gone; ``end`` is called before it is removed. Raises OSError.
+    Unlike ``mmap.mmap`` it keeps no descriptor. The mapping lasts until the last tensor over it is gone; ``end`` is
+    called before it is removed. Raises OSError if the part cannot be mapped.
     """
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     begin = _libc.mmap(None, nbytes, prot, mmap.MAP_SHARED, file, offset)

@@ -15,8 +15,10 @@ _LEAST_LEFT = 2 << 30
 
 
 def smallest_host_cache(experts: ModelExperts) -> int:
-    """Return the smallest budget of a host cache: two slices of each version of each kind of layers, one to read and
-    one to fill."""
+    """Return the smallest budget of a host cache, in bytes.
+
+    The cache needs two slices of each version of each kind of layers, one to read and one to fill.
+    """
     return 2 * sum(whole_pages(fmt.nbytes) for formats in experts.of_kinds for fmt in formats.values())
 
 
@@ -72,7 +74,10 @@ def host_memory_bytes(wanted: ExpertBudget, experts: ModelExperts) -> int | None
 
 
 def choose_host_place(asked: str, device_type: str, experts: ModelExperts, room: HostRoom) -> HostPlace:
-    """Choose for one rank, as ``host_store`` says; HostMemoryError if memory is required and does not suffice."""
+    """Choose where one rank's experts are stored, as ``host_store`` says.
+
+    HostMemoryError if memory is required and does not suffice.
+    """
     if asked == "file":
         return HostPlace(False)
     needed, available, limit = whole_host_cache(experts), room.available, room.limit(experts)

@@ -44,13 +44,19 @@ class CudaPageLock:
                 self._clear_error()
 
     def _clear_error(self) -> None:
-        """Clear CUDA's error with a launch of our own, because the next launch would report it again."""
+        """Clear CUDA's error with a launch of our own.
+
+        Otherwise the next launch would report it again.
+        """
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.float32, device=self._device)
 
 
 def node_of(pci_address: str) -> int | None:
-    """Return the NUMA node of a PCI device; None if there is only one, or if the system reports none."""
+    """Return the NUMA node of a PCI device.
+
+    None if there is only one, or if the system reports none.
+    """
     if not several_nodes():
         return None
     try:

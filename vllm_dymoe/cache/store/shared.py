@@ -1,8 +1,8 @@
-"""One copy of experts in host memory for all ranks of a machine that have the same: one reads them, others map it.
+"""One copy of experts in host memory for all ranks of a machine with equal ones.
 
-The copy is a file without a name (``memfd``), which is freed with the last process that has it, however that ends.
-Ranks take turns by a lock next to the store, so that a copy that is found is filled. Every rank that has it offers it
-to the next one at a Unix socket of its own, in a folder that only this user can enter:
+One rank reads them, others map the copy. It is a file without a name (``memfd``), which is freed with the last process
+that has it, however that ends. Ranks take turns by a lock next to the store, so that a copy that is found is filled.
+Every rank that has it offers it to the next one at a Unix socket of its own, in a folder that only this user can enter:
 
     $XDG_RUNTIME_DIR or /tmp / vllm-dymoe-UID / COPY.RANDOM
 """
@@ -47,9 +47,8 @@ class Turn:
     def begin(self) -> None:
         """Wait for the turn, unless this process has it.
 
-        Raises StoreError if the folder cannot be written, or has no locks.
-
-        If a store exists but its folder may not be written, all processes lock the store's folder itself.
+        If a store exists but its folder may not be written, all processes lock the store's folder itself. Raises
+        StoreError if the folder cannot be written, or has no locks.
         """
         if self._file >= 0:
             return
@@ -77,7 +76,10 @@ class Turn:
 
 
 class Offer:
-    """Hands a descriptor to this user's processes that ask for it by name, until it is closed."""
+    """Hands a descriptor to this user's processes that ask for it by name.
+
+    The offer lasts until it is closed.
+    """
 
     def __init__(self, name: str, file: int) -> None:
         self._file, self._closed, path = file, False, f"{name}.{secrets.token_hex(4)}"
@@ -113,9 +115,10 @@ class Offer:
 
 
 def ask_for(name: str) -> Iterator[int]:
-    """Yield descriptors that this user's processes offer under a name; the caller owns them.
+    """Yield descriptors that this user's processes offer under a name.
 
-    Sockets of dead processes are removed. OSError if the folder of sockets is not this user's alone.
+    The caller owns them. Sockets of dead processes are removed. OSError if the folder of sockets is not this user's
+    alone.
     """
     folder = _sockets()
     try:
@@ -127,7 +130,10 @@ def ask_for(name: str) -> Iterator[int]:
 
 
 def _received(folder: int, path: str) -> list[int]:
-    """Return the descriptor that a process of this user hands over at a socket; empty if there is none."""
+    """Return the descriptor that a process of this user hands over at a socket.
+
+    Empty if there is none.
+    """
     with contextlib.suppress(OSError), _unix_socket() as asking:
         asking.settimeout(_SECONDS)
         try:
@@ -157,7 +163,10 @@ def _sockets() -> int:
 
 
 def _inside(folder: int, path: str) -> str:
-    """Return the address of a socket in an open folder: the folder's own path may be too long for one."""
+    """Return the address of a socket in an open folder.
+
+    The folder's own path may be too long for an address.
+    """
     return f"/proc/self/fd/{folder}/{path}"
 
 
@@ -191,7 +200,10 @@ class SharedMemory:
         self._locked = False  # a driver has locked the memory, which requires that it is writable
 
     def begin(self, nbytes: int) -> None:
-        """Find the copy, or allocate ``nbytes`` for one while no other process does; HostMemoryError without memory."""
+        """Find the copy, or allocate ``nbytes`` for one while no other process does.
+
+        HostMemoryError if there is no memory.
+        """
         self.close()
         self._turn.begin()
         with self._refusals():
@@ -215,7 +227,10 @@ class SharedMemory:
         return part
 
     def publish(self) -> None:
-        """Publish the filled and verified copy: other processes may take their turn, and find it."""
+        """Publish the filled and verified copy.
+
+        From now on other processes may take their turn, and find it.
+        """
         with self._refusals():
             if not self.found:
                 seals = fcntl.F_SEAL_SEAL | (0 if self._locked else _FUTURE_WRITE)
@@ -252,7 +267,10 @@ class SharedMemory:
 
 
 def _is_published(file: int, nbytes: int) -> bool:
-    """Return whether an open memfd is this user's and complete. Only root can give a file to another user."""
+    """Return whether an open memfd is this user's and complete.
+
+    Only root can give a file to another user.
+    """
     status = os.fstat(file)
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

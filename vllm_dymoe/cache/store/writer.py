@@ -36,7 +36,10 @@ _DATA_ALIGNMENT = 4096
 
 
 def _tensors(count: int, places: Mapping[int, SlicePlace]) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return what a layer's file holds; packed experts come first, so that each of them is aligned."""
+    """Return the tensors of a layer's file: name, dtype, shape, bytes.
+
+    Packed experts come first, so that each of them is aligned.
+    """
     slices = [place for place in places.values() if place.start == 0]
     return [
         *((f"{one.bits}bit.blobs", "U8", (count, one.stride), count * one.stride) for one in slices),
@@ -117,9 +120,10 @@ class StoreWriter:
             os.fsync(self._files[layer])
 
     def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
-        """Sync everything, give the folder its name, and open it; StoreError if the disk refuses.
+        """Sync everything, give the folder its name, and open it.
 
         ``overwrite`` replaces even an equal store; otherwise a store that another process published first stays.
+        StoreError if the disk refuses.
         """
         with self._refusals():
             shards, manifest = {}, replace(self._manifest, errors=errors)
@@ -164,7 +168,10 @@ class StoreWriter:
         sync_folder(self._folder.parent)
 
     def _is_published(self) -> bool:
-        """Return whether the same store is published already; StoreError if that cannot be determined."""
+        """Return whether the same store is published already.
+
+        StoreError if that cannot be determined.
+        """
         try:
             store = FileStore(self._folder)
         except DamagedStoreError:

@@ -1,4 +1,7 @@
-"""Transfers from the host store into slots: tickets, priorities, and a delivery for each kind of device."""
+"""Transfers from the host store into slots.
+
+Tickets, priorities, and a delivery for each kind of device.
+"""
 
 import functools
 
@@ -40,7 +43,7 @@ def make_engine(
     index = torch.cuda.current_device() if device.index is None else device.index
     enter = functools.partial(torch.cuda.set_device, index)
     if store.readable:
-        # For demand the host only enqueues copies; the thread meters out what is not urgent.
+        # For demand the host only enqueues copies; the thread issues what is not urgent, one piece at a time.
         return TransferEngine(StreamDelivery(store, streams), threads=1, eager=True, enter=enter)
     # Each read that waits for a disk has a buffer, and the link has one more to copy from.
     buffers = [torch.empty(largest_slice, dtype=torch.uint8, pin_memory=True) for _ in range(1 + max(1, threads))]

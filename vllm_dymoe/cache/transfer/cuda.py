@@ -29,7 +29,10 @@ class CudaStreams:
         self._background = torch.cuda.Stream(device, priority=0)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, *, urgent: bool, after: Any) -> torch.cuda.Event:
-        """Enqueue a copy from pinned memory after an event (or None); return the event of its end."""
+        """Enqueue a copy from pinned memory; return the event of its end.
+
+        The copy waits for the event ``after``, unless that is None.
+        """
         stream = self._urgent if urgent else self._background
         if after is not None:
             stream.wait_event(after)
@@ -56,9 +59,10 @@ class CudaStreams:
 
 
 class StreamDelivery(Delivery):
-    """Copies with the device's copy engines: directly from pinned memory, otherwise through pinned buffers.
+    """Copies with the device's copy engines.
 
-    Each buffer is uint8 and as large as the largest packed expert; their number limits the transfers through them.
+    Copies are made directly from pinned memory, otherwise through pinned buffers. Each buffer is uint8 and as large as
+    the largest packed expert; their number limits the transfers through them.
     """
 
     demanded_at_once = int(Projection.DOWN)

@@ -1,4 +1,7 @@
-"""Deliveries move bytes for the transfer engine; these are for host memory, with or without an emulated link."""
+"""Deliveries move bytes for the transfer engine.
+
+Those of this module fill host memory, with or without an emulated link.
+"""
 
 import resource
 from abc import ABC, abstractmethod
@@ -39,15 +42,16 @@ class Delivery(ABC):
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> Any:
         """Move some projections of a ticket's packed expert into their part of the slot.
 
-        The part is uint8 [bytes of the projections].
-
-        Returns the event of the copy, or None without streams. Raises BlockingIOError if ``wait`` is not set and the
-        bytes are not in memory.
+        The part is uint8 [bytes of the projections]. Returns the event of the copy, or None without streams. Raises
+        BlockingIOError if ``wait`` is not set and the bytes are not in memory.
         """
 
 
 class CpuDelivery(Delivery):
-    """Reads directly into the slot; on demand whole packed experts, because each read has a fixed cost."""
+    """Reads directly into the slot.
+
+    On demand it reads whole packed experts, because each read has a fixed cost.
+    """
 
     def __init__(self, store: HostStore) -> None:
         super().__init__(store)
@@ -55,7 +59,10 @@ class CpuDelivery(Delivery):
 
     @property
     def occupies_cores(self) -> bool:
-        """Whether reads are copies by a core (memory, page cache) rather than waits for a disk."""
+        """Whether reads are copies by a core rather than waits for a disk.
+
+        A core copies what is in memory or the page cache.
+        """
         return self.store.occupies_cores and self._disk_share < 0.5
 
     def deliver(self, ticket: Ticket, projections: range, destination: torch.Tensor, *, wait: bool = True) -> None:

@@ -1,9 +1,10 @@
-"""The transfer engine: requests transfers, waits for them, and orders them with each other and with computation.
+"""The transfer engine: requests transfers, waits for them, and orders them.
 
-A ticket that has not begun is moved by the thread that waits for it, if its bytes are in memory. So a miss on the
-critical path costs a copy and no thread switch, while threads fetch ahead whenever computation leaves time. If a copy
-takes a core that computes, no thread is woken for demand. If copies are asynchronous, a background copy is issued only
-when earlier demand copies have ended, and its piece ends with the copy.
+Transfers are ordered with each other and with computation. A ticket that has not begun is moved by the thread that
+waits for it, if its bytes are in memory. So a miss on the critical path costs a copy and no thread switch, while
+threads fetch ahead whenever computation leaves time. If a copy takes a core that computes, no thread is woken for
+demand. If copies are asynchronous, a background copy is issued only when earlier demand copies have ended, and its
+piece ends with the copy.
 """
 
 import contextlib
@@ -98,10 +99,8 @@ class TransferEngine:
     def wait(self, ticket: Ticket, projections: int = ALL) -> None:
         """Wait until computation issued from now on will see the first ``projections``.
 
-        Demands the whole packed expert.
-
-        Computation is ordered after the copies of these projections only. TransferError if the transfer failed, was
-        cancelled, or took longer than the timeout.
+        Demands the whole packed expert. Computation is ordered after the copies of these projections only.
+        TransferError if the transfer failed, was cancelled, or took longer than the timeout.
         """
         begin = time.perf_counter()
         try:
@@ -137,20 +136,32 @@ class TransferEngine:
             self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
 
     def arrived(self, ticket: Ticket) -> bool:
-        """Return whether the whole packed expert has arrived, so that neither ``wait`` nor computation would block."""
+        """Return whether the whole packed expert has arrived.
+
+        Then neither ``wait`` nor computation would block.
+        """
         return ticket.state is State.DONE and all(self._streams.happened(event) for _, event in ticket.fences)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a transfer, or what follows its moving piece; return whether it is cancelled now."""
+        """Cancel a transfer, or what follows its moving piece.
+
+        Returns whether it is cancelled now.
+        """
         return self._queue.cancel(ticket)
 
     def abandon(self, ticket: Ticket) -> None:
-        """Cancel a transfer without waiting. A moving piece ends in its own time and delays no other."""
+        """Cancel a transfer without waiting.
+
+        A moving piece ends in its own time and delays no other.
+        """
         if not self._queue.cancel(ticket):
             self._workers.orphan(ticket)
 
     def settle(self, ticket: Ticket) -> bool:
-        """Wait for a moving piece once, with a time limit; return whether nothing writes the ticket's slot any more."""
+        """Wait for a moving piece once, with a time limit.
+
+        Returns whether nothing writes the ticket's slot any more.
+        """
         if not self._queue.cancel(ticket):
             patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
             try:
@@ -163,7 +174,10 @@ class TransferEngine:
         return True
 
     def fence(self) -> Any:
-        """Return an event after the computation issued so far, for ``submit``; None if computation is synchronous."""
+        """Return an event after the computation issued so far, for ``submit``.
+
+        None if computation is synchronous.
+        """
         return None if self._delivery.streams is None else self._streams.record_computation()
 
     @contextlib.contextmanager
@@ -186,7 +200,10 @@ class TransferEngine:
             self._queue.resume()
 
     def close(self) -> None:
-        """Cancel pending transfers, finish moving ones, and stop all threads except those whose reads do not end."""
+        """Cancel pending transfers, finish moving ones, and stop all threads.
+
+        Threads whose reads do not end are left.
+        """
         self._workers.close()
 
     def _run(self, ticket: Ticket, piece: Piece | None, *, wait: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""Tickets and their states: which one may begin, in which order, and how to wait for them.
+"""The queue of tickets: which one may begin, in which order, and waiting.
 
 Prefetch and migration move one projection at a time. Between two projections their ticket is pending again: a demand
 transfer can overtake it, and it can be cancelled. None of them begins while a demand transfer is moving.
@@ -43,7 +43,10 @@ class TicketQueue:
         return before
 
     def submit(self, ticket: Ticket) -> Piece | None:
-        """Enqueue a new ticket; return its first piece if the caller should move it. RuntimeError if closed."""
+        """Enqueue a new ticket; return its first piece if the caller should move it.
+
+        RuntimeError if the queue is closed.
+        """
         with self.lock:
             if self.closed:
                 raise RuntimeError("the transfer engine is closed")
@@ -51,7 +54,10 @@ class TicketQueue:
             return self._enqueue(ticket)
 
     def demand(self, ticket: Ticket) -> Piece | None:
-        """Make a ticket a demand transfer; return its next piece if the caller should move it."""
+        """Make a ticket a demand transfer.
+
+        Returns its next piece if the caller should move it.
+        """
         with self.lock:
             ticket.reason, ticket.wanted = Reason.DEMAND, ALL
             if ticket.state in (State.RESTING, State.FAILED):  # a prediction that failed is tried again
@@ -59,7 +65,10 @@ class TicketQueue:
             return self._enqueue(ticket) if ticket.state is State.PENDING else None
 
     def cancel(self, ticket: Ticket) -> bool:
-        """End a ticket that is not moving, or stop a moving one after its piece; return whether it is cancelled now."""
+        """End a ticket that is not moving, or stop a moving one after its piece.
+
+        Returns whether it is cancelled now.
+        """
         with self.lock:
             if ticket.state is State.RUNNING:
                 ticket.wanted = 0
@@ -90,7 +99,7 @@ class TicketQueue:
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
         """Record that a piece has arrived, or will have after ``fence``.
 
-        Return the next one if the caller should move it.
+        Returns the next one if the caller should move it.
         """
         with self.lock:
             ticket.arrived = piece.projections.stop
@@ -101,13 +110,19 @@ class TicketQueue:
             return self._end(ticket, piece)
 
     def failed(self, ticket: Ticket, piece: Piece, error: Exception) -> Piece | None:
-        """Record that a piece could not be moved; return it again if the caller should retry."""
+        """Record that a piece could not be moved.
+
+        Returns it again if the caller should retry.
+        """
         with self.lock:
             self.stats.failed += 1
             return self._end(ticket, piece, error)
 
     def take(self) -> tuple[Ticket, Piece] | None:
-        """Block until a pending ticket may begin, and begin the most urgent one; None once the queue is closed."""
+        """Block until a pending ticket may begin, and begin the most urgent one.
+
+        Returns None once the queue is closed.
+        """
         with self.lock:
             while not self.closed and not self._due():
                 self._may_begin.wait()
@@ -117,7 +132,10 @@ class TicketQueue:
             return ticket, self._begin(ticket)
 
     def pause(self, timeout: float | None) -> bool:
-        """Hold up everything except demand until ``resume``; return whether all moving pieces have ended in time."""
+        """Hold up everything except demand until ``resume``.
+
+        Returns whether all moving pieces have ended in time.
+        """
         with self.lock:
             self._pauses += 1
             return self._wait_for(lambda: self._running == 0, timeout)
@@ -155,7 +173,10 @@ class TicketQueue:
         return None
 
     def _due(self) -> bool:
-        """Return whether a ticket may begin; while there is demand, the link is reserved for it."""
+        """Return whether a ticket may begin.
+
+        While there is demand, the link is reserved for it.
+        """
         while self._pending and self._pending[0][2].state is not State.PENDING:  # cancelled, or begun by a waiter
             heapq.heappop(self._pending)
         idle = self._demands == 0 and self._pauses == 0

@@ -12,7 +12,7 @@ ALL = len(EVERY_PROJECTION)  # projections of a packed expert
 
 
 class TransferError(RuntimeError):
-    """A transfer that failed; the message is a sentence for the sender of the request."""
+    """A transfer failed; the message is a sentence for the sender of the request."""
 
 
 class Reason(IntEnum):
@@ -43,7 +43,10 @@ _ENDS = frozenset((State.DONE, State.FAILED, State.CANCELLED))
 
 
 class Piece(NamedTuple):
-    """The projections that a ticket moves before it is pending again; its reason may change meanwhile."""
+    """The projections that a ticket moves before it is pending again.
+
+    ``reason`` is the one at its begin; the ticket's may change meanwhile.
+    """
 
     reason: Reason
     projections: range

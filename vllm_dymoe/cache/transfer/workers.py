@@ -20,7 +20,10 @@ _Take = Callable[[], tuple[Ticket, Piece] | None]
 
 
 class Workers:
-    """Threads that take pieces from a queue and ``run`` them; one more thread waits for disks."""
+    """Threads that take pieces from a queue and ``run`` them.
+
+    One more thread waits for disks.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class Workers:
     def orphan(self, ticket: Ticket) -> bool:
         """Let a moving ticket end in its own time, and replace its thread.
 
-        Return False if it is not moving any more.
+        Returns False if it is not moving any more.
         """
         with self._queue.lock:
             if ticket.state is not State.RUNNING:
@@ -62,7 +65,10 @@ class Workers:
             return True
 
     def close(self) -> None:
-        """Close the queue and wait for the threads; one whose read does not end dies with the process."""
+        """Close the queue and wait for the threads.
+
+        A thread whose read does not end dies with the process.
+        """
         self._queue.close()
         with self._queue.lock:
             self._must_wait.notify_all()
@@ -83,7 +89,7 @@ class Workers:
         thread.start()
 
     def _serve(self, take: _Take) -> None:
-        # A method of its own for one ticket, so that an idle thread holds no ticket, and with it no slot.
+        # Each ticket has a call of its own, so that an idle thread keeps no ticket, and with it no slot, alive.
         self._enter()
         while self._serve_one(take):
             pass

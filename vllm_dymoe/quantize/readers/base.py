@@ -1,4 +1,4 @@
-"""What a reader of experts says of them, and what a store must look like to hold their numbers as they are."""
+"""Readers of experts, and what a store must look like to keep their numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ Check = Callable[[str, Tensor, int, int], None]
 
 
 def ignore(part: str, tensor: Tensor, rows: int, columns: int) -> None:
-    """Scales of activations, which stay at 16 bits."""
+    """Check nothing: scales of activations are not used, which stay at 16 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +63,17 @@ class Reader:
     """Whether the checkpoint's writer intends quantized activations, too; here they stay at 16 bits."""
 
     def at(self, layer: int, projection: Projection) -> "Reader":
-        """Return the reader for one projection of a layer's experts; see :class:`MixedReader`."""
+        """Return the reader for one projection of a layer's experts.
+
+        See :class:`MixedReader`.
+        """
         return self
 
     def of_layer(self, layer: int) -> "tuple[Reader, Reader] | None":
-        """The readers of a layer's gate and up, and of its down projections; None if gate and up have two."""
+        """Return the readers of a layer's gate and up, and of its down projections.
+
+        None if gate and up have two.
+        """
         return self, self
 
     @property
@@ -81,7 +87,10 @@ class Reader:
         return self, self
 
     def keeps(self, bits: Sequence[int]) -> bool:
-        """Whether a store of these bit-widths holds the numbers of every layer as they are."""
+        """Return whether a store of these bit-widths holds every layer as it is.
+
+        That is, whether codes and scales are kept unchanged.
+        """
         return self.held and self.bits in bits
 
     @property
@@ -142,9 +151,11 @@ PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # for 16-
 
 @dataclass(frozen=True, eq=False)
 class MixedReader(Reader):
-    """Reads experts whose format is another one for some layers or projections. A store with one version of each expert
-    holds every matrix as it is, if gate and up of a layer have one format; any other holds what they dequantize to, as
-    the weights of a 16-bit checkpoint."""
+    """Reads experts whose format differs between layers or projections.
+
+    A store with one version of each expert holds every matrix as it is, if gate and up of a layer have one format. Any
+    other store holds what they dequantize to, as the weights of a 16-bit checkpoint.
+    """
 
     readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
 
@@ -215,10 +226,11 @@ def choose_group_size(method: str, value: Any) -> int | None:
 
 
 def format_fields(reader: Reader, ours: Mapping[str, Any], bits: int) -> dict[str, Any]:
-    """Return arguments of :class:`ExpertFormat` for one bit-width, so that it can hold the checkpoint's numbers.
+    """Return arguments of :class:`ExpertFormat` for one bit-width.
 
-    ``ours`` is the quantization_config of a checkpoint that the plugin wrote, else empty. Other precisions are derived
-    from the weights, with groups of adjacent columns: a column order would cost a gather for every product.
+    The format can hold the checkpoint's numbers. ``ours`` is the quantization_config of a checkpoint that the plugin
+    wrote, else empty. Other precisions are derived from the weights, with groups of adjacent columns: a column order
+    would cost a gather for every product.
     """
     if not reader.held or bits != reader.bits:
         return read_encodings(ours, bits)
@@ -262,7 +274,9 @@ def kept_format(pair: tuple[Reader, Reader], like: ExpertFormat, rank_columns: i
 def own_formats(
     reader: Reader, layers: Mapping[int, int], usual: ExpertFormat, rank_columns: int, ranks: int
 ) -> dict[int, ExpertFormat]:
-    """Return the formats of layers that are not the usual one, so that they hold the checkpoint's numbers.
+    """Return the formats of layers that differ from the usual one.
+
+    In these formats the layers hold the checkpoint's numbers.
 
     Args:
         layers: by their numbers in the store, those in the checkpoint's names.
@@ -317,7 +331,10 @@ def check_compatible(reader: Reader, bits: Sequence[int], group_size: int, rank_
 
 
 def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
-    """How the bytes of a store were made, as its manifest says it; ``kept`` if every layer has a format of its own."""
+    """Return how the bytes of a store were made, for its manifest.
+
+    ``kept`` says that every layer has a format of its own.
+    """
     if reader.mixed and kept:
         return f"{reader.method} checkpoint"
     if reader.mixed:
@@ -330,7 +347,10 @@ def quantizer_name(reader: Reader, bits: Sequence[int], quantizer: str, *, kept:
 
 
 def describe(reader: Reader, bits: Sequence[int], quantizer: str, *, kept: bool = False) -> str:
-    """What becomes of the checkpoint's numbers, in a few words; ``kept`` as for :func:`quantizer_name`."""
+    """Return in a few words what becomes of the checkpoint's numbers.
+
+    ``kept`` is as for :func:`quantizer_name`.
+    """
     if reader.mixed and kept:
         return f"{reader.method}, each as it is"
     if reader.mixed:

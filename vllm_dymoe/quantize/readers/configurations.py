@@ -53,16 +53,20 @@ _AUTO_ROUND_FORMATS = {"int": "auto_round:auto_gptq", "fp": "auto_round:fp8", "f
 
 
 def with_expert_dtype(config: Config, model: Config) -> dict[str, Any]:
-    """Return a quantization_config with the expert format that DeepSeek-V4's config.json has outside of it."""
+    """Return a quantization_config that includes the format of the experts.
+
+    DeepSeek-V4's config.json has it outside of quantization_config.
+    """
     if model.get("model_type") not in ("deepseek_v4", "deepseek_v41") or config.get("quant_method") == "dymoe":
         return dict(config)
     return {**config, EXPERT_DTYPE: model.get(EXPERT_DTYPE) or config.get(EXPERT_DTYPE) or "fp4"}
 
 
 def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = None) -> Reader:
-    """Return the reader for some experts, by the quantization_config and what is known of their tensors.
+    """Return the reader for some experts.
 
-    CheckpointError if none reads them, or if experts of one layer have several formats.
+    The quantization_config and what is known of their tensors decide. Raises CheckpointError if no reader reads them,
+    or if experts of one layer have several formats.
     """
     found = make_readers(config, modules)
     if len(found) == 1:
@@ -91,7 +95,10 @@ def _several(found: Mapping[Reader, Sequence[ExpertModule]], why: str) -> Checkp
 def make_readers(
     config: Config | None, modules: Sequence[ExpertModule] | None = None
 ) -> dict[Reader, list[ExpertModule]]:
-    """Return the readers for some experts, and the modules that each one reads; CheckpointError if none reads them."""
+    """Return the readers for some experts, and the modules that each one reads.
+
+    Raises CheckpointError if none reads them.
+    """
     known = modules is not None
     modules = guessed_modules() if modules is None else modules
     if config is None or not modules:
@@ -120,7 +127,10 @@ def make_readers(
 
 
 def check_method(config: Config) -> str:
-    """Return the method of a quantization_config, by its tool's name; CheckpointError if it is not supported."""
+    """Return the method of a quantization_config, by its tool's name.
+
+    Raises CheckpointError if it is not supported.
+    """
     producer = config.get("producer")
     named = producer.get("name") if isinstance(producer, Mapping) else None
     method = config.get("quant_method") or named or "an unnamed method"
@@ -143,7 +153,10 @@ def _places(modules: Sequence[ExpertModule]) -> str:
 
 
 def describe_modelopt(config: Config) -> Config:
-    """Return the part of a configuration that names algorithms; older checkpoints have it one level deeper."""
+    """Return the part of a configuration that names algorithms.
+
+    Older checkpoints have it one level deeper.
+    """
     inner = config.get("quantization")
     return inner if isinstance(inner, Mapping) else config
 
@@ -172,7 +185,10 @@ def _mxfp8(config: Config) -> Reader:
 
 
 def _gptq_rule(config: Config, names: Names) -> Config | None:
-    """Return the rule of GPTQModel's ``dynamic``: the first matching expression; "-:" marks what is not quantized."""
+    """Return the rule of GPTQModel's ``dynamic``.
+
+    The first matching expression decides; "-:" marks what is not quantized.
+    """
     plain = {key: value for key, value in config.items() if key != "dynamic"}
     for pattern, rule in (config.get("dynamic") or {}).items():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), names):
@@ -181,7 +197,10 @@ def _gptq_rule(config: Config, names: Names) -> Config | None:
 
 
 def _compressed_tensors_rule(config: Config, names: Names) -> Config:
-    """Return the group whose targets name the matrix, else the one of all linear layers."""
+    """Return the group whose targets name the matrix.
+
+    If there is none, it is the group of all linear layers.
+    """
     groups = list((config.get("config_groups") or {}).values())
     targets = [(target, group) for group in groups for target in group.get("targets") or ()]
     named = (group for target, group in targets if _is_target(target, names))
@@ -200,7 +219,10 @@ def _compressed_tensors_rule(config: Config, names: Names) -> Config:
 
 
 def _is_target(target: str, names: Names) -> bool:
-    """Return whether a target, the name of modules or "re:" and an expression, names a matrix."""
+    """Return whether a target names a matrix.
+
+    A target is the name of modules, or "re:" and an expression.
+    """
     return matches(target[len("re:") :], names) if target.startswith("re:") else target in names
 
 
@@ -241,7 +263,10 @@ def _unreadable(found: str, readable: str) -> CheckpointError:
 
 
 def _modelopt_rule(config: Config, names: Names) -> Config | None:
-    """Return the rule of ModelOpt's MIXED_PRECISION, which names layers, or modules that contain them, one by one."""
+    """Return the rule of ModelOpt's MIXED_PRECISION.
+
+    The configuration names layers, or modules that contain them, one by one.
+    """
     described = describe_modelopt(config)
     if str(described.get("quant_algo")).upper() != "MIXED_PRECISION":
         return {key: described.get(key) for key in ("quant_algo", "group_size")}
@@ -269,7 +294,10 @@ def _modelopt(rule: Config) -> Reader:
 
 
 def _quark_rule(config: Config, names: Names) -> Config:
-    """Return the first pattern of ``layer_quant_config`` that matches, else ``global_quant_config``."""
+    """Return the first pattern of ``layer_quant_config`` that matches.
+
+    If none does, it is ``global_quant_config``.
+    """
     rules: Config = config.get("layer_quant_config") or {}
     rule = next((rule for pattern, rule in rules.items() if any(fnmatchcase(name, pattern) for name in names)), None)
     weights = ((config.get("global_quant_config") if rule is None else rule) or {}).get("weight") or {}
@@ -284,7 +312,10 @@ def _quark_rule(config: Config, names: Names) -> Config:
 
 
 def _quark(weights: Config) -> Reader:
-    """Return the reader for AMD Quark, whose layout is compressed-tensors' (vLLM, quantization/quark/quark_moe.py)."""
+    """Return the reader for AMD Quark, whose layout is compressed-tensors'.
+
+    See vLLM, quantization/quark/quark_moe.py.
+    """
     kind, scheme, groups = weights.get("dtype"), weights.get("qscheme"), weights.get("group_size")
     if (kind, scheme, groups, weights.get("scale_format")) == ("fp4", "per_group", 32, "e8m0"):
         return floats.mxfp4("quark", spellings={"scale": "weight_scale"})

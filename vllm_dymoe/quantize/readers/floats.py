@@ -1,6 +1,7 @@
-"""Small floats with scales: FP8, MXFP8, MXFP4 and NVFP4, whatever the names of their tensors.
+"""Small floats with scales: FP8, MXFP8, MXFP4 and NVFP4.
 
-Two 4-bit codes share a byte, the first in the low half. Activations stay at 16 bits, so their scales are not needed.
+Their tensors have different names. Two 4-bit codes share a byte, the first in the low half. Activations stay at 16
+bits, so their scales are not needed.
 """
 
 from collections.abc import Mapping
@@ -31,11 +32,10 @@ _INPUT_SCALE: dict[str, Any] = {"checks": {"input_scale": ignore}}
 def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: Any) -> Reader:
     """Return the reader for E4M3 with scales.
 
-    There is a scale for each block (rows, columns) of a matrix, for each row, or for all of it.
-
-    ``weight`` is float8_e4m3fn [rows, columns]; the scales are [rows / block, columns / block], rounded up (ModelOpt's
-    have two more dimensions of 1), or without a block one number or one for each row. DeepSeek's ``weight_scale_inv``
-    is a factor in spite of its name (DeepSeek-V3, inference/kernel.py, ``weight_dequant``).
+    There is a scale for each block (rows, columns) of a matrix, for each row, or for all of it. ``weight`` is
+    float8_e4m3fn [rows, columns]; the scales are [rows / block, columns / block], rounded up (ModelOpt's have two more
+    dimensions of 1), or without a block one number or one for each row. DeepSeek's ``weight_scale_inv`` is a factor in
+    spite of its name (DeepSeek-V3, inference/kernel.py, ``weight_dequant``).
     """
     width = None if block is None else choose_group_size(method, block[1])
     cut = None if block is None or width is None else (int(block[0]), width)
@@ -44,7 +44,10 @@ def fp8(method: str, scale: str = "weight_scale", block: Any = None, **fields: A
 
 
 def mxfp8(method: str, **fields: Any) -> Reader:
-    """Return the reader for E4M3 ``weight``, and ``weight_scale`` uint8 [rows, columns / 32], 2^(byte - 127)."""
+    """Return the reader for E4M3 with exponents as scales.
+
+    ``weight`` is E4M3, ``weight_scale`` uint8 [rows, columns / 32], meaning 2^(byte - 127).
+    """
     dtypes = {"weight": _E4M3, "weight_scale": _EXPONENTS}
     return Reader(method, FP8, _MX_GROUP, dtypes, _make_mxfp8, **_INPUT_SCALE | fields)
 
@@ -52,19 +55,19 @@ def mxfp8(method: str, **fields: Any) -> Reader:
 def mxfp4(method: str, parts: tuple[str, str] = ("weight", "weight_scale"), **fields: Any) -> Reader:
     """Return the reader for codes in bytes, with exponents as scales.
 
-    Codes are int8 or uint8 [rows, columns / 2], exponents uint8 or e8m0 [rows, columns / 32].
-
-    An exponent means 2^(byte - 127).
+    Codes are int8 or uint8 [rows, columns / 2], exponents uint8 or e8m0 [rows, columns / 32]. An exponent means 2^(byte
+    - 127).
     """
     dtypes = dict(zip(parts, (_PAIRS, _EXPONENTS), strict=True))
     return Reader(method, MXFP4, _MX_GROUP, dtypes, partial(_make_mxfp4, parts), **fields)
 
 
 def gpt_oss() -> Reader:
-    """Return the reader for gpt-oss's MXFP4: one tensor for all experts of a layer, rows of gate and up alternating.
+    """Return the reader for gpt-oss's MXFP4.
 
-    ``blocks`` uint8 [rows, columns / 32, 16] and ``scales`` uint8 [rows, columns / 32] (openai/gpt-oss,
-    gpt_oss/torch/weights.py; transformers' ``convert_moe_packed_tensors``).
+    There is one tensor for all experts of a layer, and rows of gate and up alternate. ``blocks`` is uint8 [rows,
+    columns / 32, 16] and ``scales`` uint8 [rows, columns / 32] (openai/gpt-oss, gpt_oss/torch/weights.py; transformers'
+    ``convert_moe_packed_tensors``).
     """
     return replace(mxfp4("mxfp4", _GPT_OSS_PARTS, ranks_take_groups=True), make=_make_gpt_oss)
 
@@ -72,10 +75,9 @@ def gpt_oss() -> Reader:
 def nvfp4(method: str, parts: tuple[str, str, str], *, divides: bool, **fields: Any) -> Reader:
     """Return the reader for E2M1 codes, with scales and a factor.
 
-    Codes are uint8 [rows, columns / 2], scales float8_e4m3fn [rows, columns / 16].
-
-    The factor is one float32 for the matrix. ModelOpt multiplies the scales by it (qtensor/nvfp4_tensor.py),
-    compressed-tensors divides them by it (compressors/nvfp4/base.py).
+    Codes are uint8 [rows, columns / 2], scales float8_e4m3fn [rows, columns / 16]. The factor is one float32 for the
+    matrix. ModelOpt multiplies the scales by it (qtensor/nvfp4_tensor.py), compressed-tensors divides them by it
+    (compressors/nvfp4/base.py).
     """
     dtypes = dict(zip(parts, (("U8",), _E4M3, ()), strict=True))
     return Reader(method, NVFP4, _NV_GROUP, dtypes, partial(_make_nvfp4, parts, divides), **_INPUT_SCALE | fields)

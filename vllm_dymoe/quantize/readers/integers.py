@@ -1,4 +1,7 @@
-"""Integers in 32-bit words with a scale and a zero point for each group: AWQ, GPTQ and compressed-tensors."""
+"""Integers with scales and zero points: AWQ, GPTQ and compressed-tensors.
+
+Most are in 32-bit words, with a scale and a zero point for each group.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -32,9 +35,10 @@ _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 def awq(config: Mapping[str, Any]) -> Reader:
-    """Return the reader for AutoAWQ, "gemm" packing: transposed, eight outputs in a word, in AutoAWQ's order.
+    """Return the reader for AutoAWQ, "gemm" packing.
 
-    ``qweight`` int32 [columns, rows / 8], ``qzeros`` int32 [groups, rows / 8], ``scales`` [groups, rows].
+    Weights are transposed, and eight outputs share a word, in AutoAWQ's order. ``qweight`` int32 [columns, rows / 8],
+    ``qzeros`` int32 [groups, rows / 8], ``scales`` [groups, rows].
     """
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
@@ -68,13 +72,14 @@ def _in_awq_order(words: Tensor) -> Tensor:
 
 
 def gptq(config: Mapping[str, Any]) -> Reader:
-    """Return the reader for AutoGPTQ and GPTQModel: transposed, adjacent inputs in a word.
+    """Return the reader for AutoGPTQ and GPTQModel.
 
-    ``qweight`` int32 [columns * bits / 32, rows], ``qzeros`` int32 [groups, rows * bits / 32], ``scales`` [groups,
-    rows], and ``g_idx`` int32 [columns], the group of each column. The first version of the format stores zero points
-    minus one, which dequantizing adds and masks again (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored 15 is
-    0 at 4 bits; other code of AutoGPTQ makes 16 of it, which its quantizer never chooses); "gptq_v2" stores them
-    unchanged. With desc_act only ``g_idx`` has the groups of columns.
+    Weights are transposed, and adjacent inputs share a word. ``qweight`` int32 [columns * bits / 32, rows], ``qzeros``
+    int32 [groups, rows * bits / 32], ``scales`` [groups, rows], and ``g_idx`` int32 [columns], the group of each
+    column. The first version of the format stores zero points minus one, which dequantizing adds and masks again
+    (AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py: a stored 15 is 0 at 4 bits; other code of AutoGPTQ makes 16 of
+    it, which its quantizer never chooses); "gptq_v2" stores them unchanged. With desc_act only ``g_idx`` has the groups
+    of columns.
     """
     version = _gptq_version(config)
     bits = choose_bits("gptq", config.get("bits"), (8, 4, 2))
@@ -92,7 +97,10 @@ def gptq(config: Mapping[str, Any]) -> Reader:
 def _make_gptq(
     bits: int, group_size: int | None, offset: int | None, parts: Mapping[str, Tensor], rows: int, columns: int
 ) -> Held:
-    """Make a matrix whose zero points are the stored values plus ``offset``; None if all are the middle code."""
+    """Return a matrix whose zero points are the stored values plus ``offset``.
+
+    With ``offset`` None all of them are the middle code.
+    """
     each = _WORD_BITS // bits
     if rows % each or columns % each:
         raise ValueError(f"qweight cannot hold {rows} x {columns} codes, which are not multiples of {each}.")
@@ -120,13 +128,13 @@ def _gptq_version(config: Mapping[str, Any]) -> str:
 
 
 def pack_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
-    """Return the reader for compressed-tensors' "pack-quantized": adjacent inputs in a word, weights not transposed.
+    """Return the reader for compressed-tensors' "pack-quantized".
 
-    ``weight_packed`` int32 [rows, columns * bits / 32, rounded up], ``weight_scale`` [rows, groups], for asymmetric
-    weights ``weight_zero_point`` int32 [rows * bits / 32, rounded up, groups], and ``weight_shape`` int64 [2]. Signed
-    numbers are stored plus half their range, codes and zero points alike
-    (compressed_tensors/compressors/pack_quantized). With actorder "group", ``weight_g_idx`` int32 [columns] is the
-    group of each column. ``unreadable`` makes an error from what is found and what is supported.
+    Weights are not transposed, and adjacent inputs share a word. ``weight_packed`` int32 [rows, columns * bits / 32,
+    rounded up], ``weight_scale`` [rows, groups], for asymmetric weights ``weight_zero_point`` int32 [rows * bits / 32,
+    rounded up, groups], and ``weight_shape`` int64 [2]. Signed numbers are stored plus half their range, codes and zero
+    points alike (compressed_tensors/compressors/pack_quantized). With actorder "group", ``weight_g_idx`` int32
+    [columns] is the group of each column. ``unreadable`` makes an error from what is found and what is supported.
     """
     method = "compressed-tensors"
     bits = choose_bits(method, weights.get("num_bits"), (8, 4, 2))
@@ -159,10 +167,10 @@ def _make_packed(bits: int, group_size: int | None, parts: Mapping[str, Tensor],
 
 
 def int_quantized(weights: Mapping[str, Any], unreadable: Any) -> Reader:
-    """Return the reader for compressed-tensors' "int-quantized": signed bytes, with a scale for each row or group.
+    """Return the reader for compressed-tensors' "int-quantized".
 
-    ``weight`` int8 [rows, columns], ``weight_scale`` [rows, groups], and for asymmetric weights ``weight_zero_point``
-    int8 of the same shape.
+    Weights are signed bytes, with a scale for each row or group. ``weight`` int8 [rows, columns], ``weight_scale``
+    [rows, groups], and for asymmetric weights ``weight_zero_point`` int8 of the same shape.
     """
     method, strategy = "compressed-tensors", weights.get("strategy") or "channel"
     bits = choose_bits(method, weights.get("num_bits"), (8,))
@@ -203,7 +211,10 @@ def _check_neighbours(group_size: int | None, said: str, part: str, tensor: Tens
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the numbers in int32 words [n, m], lowest bits first: uint8 [n, m * 32 / bits], at most 8 bits each."""
+    """Return the numbers in int32 words [n, m]: uint8 [n, m * 32 / bits].
+
+    The lowest bits come first; numbers have at most 8 bits.
+    """
     # Bytes in memory have this order, too, so they are taken four at a time instead of one number at a time.
     octets = words.contiguous().view(torch.uint8).view(words.shape[0], -1)
     if bits == 8:
@@ -213,7 +224,10 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def _order(part: str, parts: Mapping[str, Tensor], columns: int, group_size: int | None) -> Tensor:
-    """Return the group of each column: from a tensor if there is one, otherwise groups are contiguous."""
+    """Return the group of each column: int64 [columns].
+
+    A tensor names the groups if there is one; otherwise they are contiguous.
+    """
     if part not in parts:
         return blocks(columns, group_size)
     check_shape(part, parts[part], columns)

@@ -1,8 +1,9 @@
-"""The expert matrices of a checkpoint, under all names that rules of its quantization_config may use.
+"""The expert matrices of a checkpoint, under all names that rules may use.
 
-A rule names modules as the tool that wrote it saw them. The names may be those of the tensors, of an older or newer
-transformers (``language_model.model`` became ``model.language_model``; Mixtral's ``block_sparse_moe.experts.0.w1``
-became ``mlp.experts.0.gate_proj``), or vLLM's. So a rule matches a matrix if it matches one of its names.
+A rule of a quantization_config names modules as the tool that wrote it saw them. The names may be those of the tensors,
+of an older or newer transformers (``language_model.model`` became ``model.language_model``; Mixtral's
+``block_sparse_moe.experts.0.w1`` became ``mlp.experts.0.gate_proj``), or vLLM's. So a rule matches a matrix if it
+matches one of its names.
 """
 
 import functools
@@ -66,9 +67,10 @@ def guessed_modules(layers: int = 128) -> tuple[ExpertModule, ...]:
 
 
 def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModule], list[ExpertModule]]:
-    """Return the expert matrices of the model and of its drafts (multi-token prediction).
+    """Return the expert matrices of the model, and of its drafts.
 
-    ``tensors`` are dtypes, in safetensors' words, by name; ``layers`` is the model's number of layers.
+    Drafts are layers for multi-token prediction. ``tensors`` are dtypes, in safetensors' words, by name; ``layers`` is
+    the model's number of layers.
     """
     parts: dict[str, list[tuple[str, str]]] = {}
     named = {}
@@ -94,7 +96,7 @@ def modules_of(tensors: Mapping[str, str], layers: int) -> tuple[list[ExpertModu
 def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) -> list[ExpertModule]:
     """Return modules that represent all others.
 
-    These are one expert of each layer and projection, and those that rules name by number.
+    One expert of each layer and projection suffices, in addition to those that rules name by number.
     """
     named = {int(number) for number in re.findall(r"experts\\*\.(\d+)", str(config))}
     kept: dict[object, ExpertModule] = {}
@@ -105,9 +107,9 @@ def representatives(config: Mapping[str, Any], modules: Iterable[ExpertModule]) 
 
 
 def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> bool:
-    """Return whether an expression matches one of the names, from its beginning or ``anywhere``.
+    """Return whether an expression matches one of the names.
 
-    An invalid expression matches nothing.
+    It matches from their beginning, or ``anywhere``. An invalid expression matches nothing.
     """
     compiled = _compiled(pattern)
     if compiled is None:
@@ -119,9 +121,8 @@ def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> 
 def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether a configuration leaves a module at 16 bits.
 
-    It may use "re:" and an expression, wildcards, or parts of names.
-
-    For modules whose tensors are not known; otherwise the tensors decide.
+    It may use "re:" and an expression, wildcards, or parts of names. Only for modules whose tensors are not known;
+    otherwise the tensors decide.
     """
     experts = {name[: name.index(".experts.") + len(".experts")] for name in names}
     for key in _EXCLUSIONS:

@@ -35,8 +35,8 @@ LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for numbe
 
 
 class Listener(Observer):
-    def __init__(self, *, needs_inputs=False):
-        self.needs_inputs = needs_inputs
+    def __init__(self, *, needs_inputs=False, needs_all_inputs=False):
+        self.needs_inputs, self.needs_all_inputs = needs_inputs, needs_all_inputs
         self.heard = []
 
     def see(self, routing):
@@ -111,20 +111,23 @@ def test_a_warm_up_changes_nothing(server):
         assert server.stats() == stats
 
 
-def test_observers_hear_of_a_small_batch_when_it_has_run(server):
-    observed, hears = rank_of(server), Listener()
+def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server):
+    observed, hears, looks = rank_of(server), Listener(), Listener(needs_inputs=True)
     observed.observation.join(hears)
+    observed.observation.join(looks)
     (_, weights, ids), _ = run(observed, 1, 4)
     assert [layer for layer, *_ in hears.heard] == [0, 1]
     for _, heard_ids, heard_weights, rows in hears.heard:
         assert torch.equal(heard_ids, ids)
         assert torch.equal(heard_weights, weights)
         assert rows == 4
+    assert looks.heard == []
     observed.step.end()
     output = scheduled(20)
     observed.begin_step(output)
     observed.forward(LAYERS[0], *random_step(2, 20, server.experts))
     assert len(hears.heard) == 3
+    assert len(looks.heard) == 1
     observed.end_model(None, output, None)
     assert len(hears.heard) == 3, "a large-batch step is heard of once"
     observed.observation.leave(hears)
@@ -133,8 +136,9 @@ def test_observers_hear_of_a_small_batch_when_it_has_run(server):
     assert not server.cache.device_table.table.recording.any()
 
 
-def test_while_an_observer_needs_inputs_every_step_is_wide(server, memory_store):
-    observed, hears, looks = rank_of(server), Listener(), Listener(needs_inputs=True)
+def test_while_an_observer_needs_all_inputs_every_step_is_wide(server, memory_store):
+    observed, hears = rank_of(server), Listener()
+    looks = Listener(needs_inputs=True, needs_all_inputs=True)
     for observer in (hears, looks):
         observed.observation.join(observer)
     given, outputs = run(observed, 1, 4)

@@ -3,7 +3,7 @@
 Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model runs, the number of rows that
 are tokens is set; afterwards observers get what routers chose. Steps of few rows are small batches, others large
 batches; so are steps with prompt tokens, if the policy treats these differently, and all steps while an observer needs
-the routers' inputs: then no graph contains a MoE layer.
+all inputs of routers: then no graph contains a MoE layer.
 """
 
 import torch
@@ -112,7 +112,7 @@ class DecodeSteps:
     @property
     def _is_large(self) -> bool:
         """Whether the running step is a large batch, however few its rows are."""
-        if any(observer.needs_inputs for observer in self._observation.observers):
+        if any(observer.needs_all_inputs for observer in self._observation.observers):
             return True
         return self._asks and not self._decodes
 
@@ -168,4 +168,5 @@ class DecodeSteps:
 
     @property
     def _listeners(self) -> list[Observer]:
-        return [] if self._meets else [*self._observation.observers]  # recorded rows are those of all engines
+        every = () if self._meets else self._observation.observers  # recorded rows are those of all engines
+        return [observer for observer in every if not observer.needs_inputs]

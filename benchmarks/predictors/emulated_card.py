@@ -1,6 +1,6 @@
 """How much of the link's time do policies and predictors hide? Time per token on an emulated card.
 
-    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 48] [--misses fetch share]
+    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 32] [--misses fetch share]
 
 Routing and router inputs are the shipped model's, from the trace of ``predictors.py``; experts have its sizes at 4 bits
 and random values. The device plans every layer, behind an emulated link, with slots for a quarter of the experts.
@@ -50,7 +50,7 @@ POLICIES = {
     "exact, linear+input": {"policy": "exact"},
 }
 PAUSE = 8e-3  # seconds of attention and router before a layer
-WARM_UP = 24  # tokens before those that are measured
+WARM_UP = 40  # tokens before those that are measured: the first trial without prefetch is over
 
 
 class Model:
@@ -148,7 +148,7 @@ def main() -> int:
     """Write emulated_card.json, which the README quotes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--misses", nargs="+", choices=("fetch", "share"), default=["fetch", "share"])
     plan = parser.parse_args()
     torch.set_num_threads(1)

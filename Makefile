@@ -24,6 +24,8 @@ SANITIZE := ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 TSAN_OPTIONS=ignore_noni
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$(shell $(CXX) -print-file-name=lib$(name).so))" \
 	SANITIZED_LIBRARY=$(SANITIZED) PYTHONPATH=$(CURDIR)/tests/support/sanitized
 SANITIZED_TESTS := $(addprefix tests/,kernels/test_sanitized.py kernels/test_kernels.py kernels/test_codebook.py kernels/test_native_planner.py kernels/test_lattice.py executor/test_cpu_executor.py executor/test_cpu_worker.py)
+# Tests of a file share their engines; tests/conftest.py says which files come first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -60,10 +62,10 @@ fast: setup ## run the tests that start no vLLM engine
 	$(FAST)
 
 engine: setup ## run the tests that start a vLLM engine
-	$(PYTEST) -m engine -n $(JOBS) --dist loadfile
+	$(PYTEST) -m engine -n $(JOBS) $(BY_FILE)
 
 native: setup ## run the tests that depend on the instruction set (ISA=avx2: without AVX-512)
-	$(PYTEST) $(NATIVE_TESTS) -n $(JOBS) --dist loadfile
+	$(PYTEST) $(NATIVE_TESTS) -n $(JOBS) $(BY_FILE)
 
 sanitize: setup $(SANITIZED) ## run the native library's tests under ASAN and UBSAN (WITH=thread: TSAN; PATHS=all)
 	$(SANITIZE) $(PYTEST) $(SANITIZED_TESTS) -n $(JOBS) --dist worksteal

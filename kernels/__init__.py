@@ -7,7 +7,7 @@ import torch
 
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import Decode, ExpertKernel
+from vllm_dymoe.kernels.base import Decode, ExpertKernel, Grouped
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
@@ -21,6 +21,7 @@ def make_kernel(
     activations: int = 16,
     *,
     decode: Decode = Decode.PLAIN,
+    grouped: Grouped = Grouped.PLAIN,
 ) -> ExpertKernel:
     """Return the kernel for a device.
 
@@ -30,6 +31,7 @@ def make_kernel(
         formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
         decode: one of `decode_kernels`, for a CUDA device.
+        grouped: one of `grouped_kernels`, for a CUDA device.
 
     ValueError if the workspace is too small, if the device is neither a CPU nor a CUDA device, or for 8-bit activations
     on a CUDA device.
@@ -45,7 +47,7 @@ def make_kernel(
     # Importing triton takes a second, and only a GPU needs it.
     from vllm_dymoe.kernels.triton import TritonKernel
 
-    return TritonKernel(device, formats=formats, decode=decode, **options)
+    return TritonKernel(device, formats=formats, decode=decode, grouped=grouped, **options)
 
 
 def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Decode, ...]:
@@ -61,3 +63,16 @@ def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tup
 
     fastest = fastest_decode({fmt.encoding.tag for fmt in formats}, architecture_of(device))
     return tuple(Decode)[fastest::-1]
+
+
+def grouped_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Grouped, ...]:
+    """Return the ways in which a device can compute experts of more tokens, the fastest first."""
+    if device.type != "cuda":
+        return (Grouped.PLAIN,)
+    from vllm_dymoe.kernels.triton.kernel import architecture_of
+    from vllm_dymoe.kernels.triton.launch import fastest_grouped
+
+    some = [fmt for fmt in formats if fmt.rows]
+    tags, columns = {fmt.encoding.tag for fmt in some}, {fmt.columns for fmt in some}
+    ordered = any(fmt.act_order for fmt in some)
+    return tuple(Grouped)[fastest_grouped(tags, columns, architecture_of(device), act_order=ordered) :: -1]

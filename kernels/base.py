@@ -23,6 +23,13 @@ class Decode(IntEnum):
     DEPENDENT = 2  # on tensor cores, and down begins while gate and up still run
 
 
+class Grouped(IntEnum):
+    """How a GPU computes experts of more tokens, the slowest first."""
+
+    PLAIN = 0  # weights reach tensor cores by way of shared memory
+    IN_REGISTERS = 1  # weights are dequantized in the registers that tensor cores read
+
+
 class ExpertKernel(Protocol):
     """Computes experts from their packed bytes, one layer at a time."""
 

@@ -1,11 +1,12 @@
 """Dense quantized matrices on a CPU.
 
-The native library's down projection is applied to all tokens of a step. A token's bits depend neither on the other
-tokens nor on the number of threads.
+A token's bits depend neither on the other tokens nor on the number of threads. ``torch.ops.vllm_dymoe.linear`` is the
+same as an operator, which compiled models call: it finds the matrix by the address of its bytes.
 """
 
 import ctypes
 from array import array
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from vllm_dymoe.kernels import native
 
 _AT_ONCE = 512  # tokens at a time; at a width of 2048 their activations take 7 MB
 _PRODUCTS_OF_A_THREAD = 1 << 20
+_LINEARS: "WeakValueDictionary[int, Linear]" = WeakValueDictionary()  # by the address of their bytes
 
 
 class Linear:
@@ -31,6 +33,7 @@ class Linear:
         self._matrices = (native.Matrix * 3)(*3 * [native.matrix(fmt)])
         self._width = -(-max(fmt.padded_columns, fmt.columns) // 256) * 256
         self._row = library.row_floats(self._width)
+        _LINEARS[packed.addresses[0]] = self
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [tokens, columns] times the matrix: [tokens, rows].
@@ -60,3 +63,17 @@ class Linear:
         layer.matrices, layer.activations, layer.hidden = ctypes.addressof(self._matrices), layer.inputs, fmt.rows
         layer.threads = min(torch.get_num_threads(), 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD)
         self._library.experts(layer, native.DOWN, native.DOWN)
+
+
+def _linear(x: Tensor, packed: Tensor, rows: int) -> Tensor:
+    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
+
+
+def _linear_fake(x: Tensor, packed: Tensor, rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

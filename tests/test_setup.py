@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,14 +51,14 @@ def setup(monkeypatch, tmp_path):
 def test_each_step_is_one_line_and_pip_s_own_are_in_a_file(setup, capsys):
     assert setup.main() == 0
     *steps, last = capsys.readouterr().out.splitlines()
-    assert len(steps) == 7
+    assert len(steps) == 8
     for line in steps:
         assert re.fullmatch(r"make setup: [A-Z].* \.\.\.( not there,)? \d+ s", line), line
     assert [line for line in steps if "not there" in line] == [line for line in steps if "+cpu ..." in line]
     assert re.fullmatch(r"make setup: \.venv has vLLM 0\.0 torch 0\.0; done in \d+ s\.", last)
     log = setup.LOG.read_text()
-    assert log.count("Requirement already satisfied: 100") == 4
-    assert log.count(f"$ {setup.VENV}/bin/python -m pip install") == 5
+    assert log.count("Requirement already satisfied: 100") == 5
+    assert log.count(f"$ {setup.VENV}/bin/python -m pip install") == 6
 
 
 def test_a_second_run_finds_that_nothing_changed(setup, capsys):
@@ -89,6 +90,17 @@ def test_an_interruption_is_said_and_leaves_no_stamp(setup, monkeypatch, capsys)
     assert not setup.STAMP.exists()
 
 
+def test_two_at_once_take_turns(setup, capsys):
+    with ThreadPoolExecutor(1) as pool:
+        with setup.alone():
+            second = pool.submit(setup.main)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.3)
+            assert not setup.VENV.exists()
+        assert second.result() == 0
+    assert "waiting for it" in capsys.readouterr().out
+
+
 def test_a_clone_that_is_the_working_directory_finds_its_kernels():
     """As with an installed package, only the two folders say where they are."""
     code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
@@ -104,3 +116,17 @@ def test_a_source_distribution_has_every_header_of_the_native_library():
     root = Path(__file__).parents[1]
     (module,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert sorted(module["depends"]) == sorted(str(path.relative_to(root)) for path in root.glob("kernels/cpu/*.h"))
+
+
+def test_image_processors_can_be_imported_beside_a_cpu_build_of_torch():
+    """torch calls the entry point; without it, importing torchvision's CUDA build fails."""
+    torchvision = pytest.importorskip("torchvision")
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    picture = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    assert functional.resize(picture, [4, 4]).shape == (3, 4, 4)
+    if not torchvision.extension._has_ops():  # declared, and not computed
+        boxes, scores = torch.zeros(1, 4), torch.zeros(1)
+        with pytest.raises(NotImplementedError, match="nms"):
+            torch.ops.torchvision.nms(boxes, scores, 0.5)

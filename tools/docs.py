@@ -142,7 +142,9 @@ def families() -> str:
     record, rows = json.loads(RECORD.read_text()), []
     for family in json.loads(FAMILIES.read_text()):
         names = family["tried"]
-        found = {name: said for name, said in record.items() if name.partition(":")[0] in names}
+        found = {
+            name: said for name, said in record.items() if name.partition(":")[0].removesuffix("-pictures") in names
+        }
         worked = [name for name, said in found.items() if not said.get("answers", "OTHERS").startswith("OTHERS")]
         status = family.get("status") or ("by hand" if worked else "expected")
         why = [family["note"]] if "note" in family else []
@@ -150,7 +152,10 @@ def families() -> str:
             why += list(dict.fromkeys(said["failed"] for said in found.values() if "failed" in said))[:1]
         formats = [FORMATS[name.partition(":")[2].split("-")[0]] for name in worked if ":" in name]
         formats = sorted({*formats, *family.get("formats", ())})
-        rest = ", ".join(formats), family.get("drafts", ""), family.get("pictures", "")
+        pictures = family.get("pictures", "")
+        if pictures != "CI" and any(name.endswith("-pictures") for name in worked):
+            pictures = "by hand"
+        rest = ", ".join(formats), family.get("drafts", ""), pictures
         rows.append([family["model"], status, "; ".join(why).replace("|", "/"), *rest])
     return table(["model", "status", "remark", "formats", "drafts", "pictures"], rows)
 

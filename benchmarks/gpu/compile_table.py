@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed packag
 
 import triton
 from flow import digests
-from launched import plain_launches, tensor_core_launches, wrong_numbers
-from machine_code import compile_variant, compiled_ptx
+from launched import large_batch_launches, plain_launches, tensor_core_launches, wrong_numbers
+from machine_code import compile_variant, compiled_ptx, product_loops
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
 
 HERE = Path(__file__).parent
@@ -40,6 +40,8 @@ INSTRUCTIONS = {
 }  # fmt: skip
 """At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
 there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
+IN_REGISTERS = {"8": 800, "4": 535, "2": 535, "4/2": 700}
+"""The same for 64 positions of a large batch."""
 SPILLS = {"3.6.0": 8}
 """Spilled bytes of a thread: gate and up with MXFP4 on sm_90."""
 TENSOR_CORE_SPILLS = 24
@@ -61,7 +63,13 @@ def problems(row: dict) -> list[str]:
         found.append(f"{name} takes {row['shared_bytes']} bytes of shared memory, more than available")
     if grouped and not row["tensor_cores"]:
         found.append(f"{name} has no tensor-core instructions")
-    if on_tensor_cores:
+    if row["kernel"].startswith("mma_grouped"):
+        limit = IN_REGISTERS[row["precisions"]]
+        if "mma" not in row["tensor_cores"] or row["barriers_in_loops"] > 2:
+            found.append(f"{name} has no tensor-core instructions in its loop, or more than two barriers")
+        if row["instructions"] > limit:
+            found.append(f"{name} has {row['instructions']} instructions in its loop, {limit} are expected at most")
+    elif on_tensor_cores:
         limit = INSTRUCTIONS[16 if "16 tokens" in row["note"] else 8][row["precisions"]]
         if "mma" not in row["tensor_cores"] or row["barriers_in_loops"]:
             found.append(f"{name} has no tensor-core instructions in its loop, or exchanges data between threads")
@@ -95,6 +103,8 @@ def compile_row(variant: Variant) -> dict:
     """Return one row of the table."""
     named = dict(zip(COLUMNS, (triton.__version__, *variant.key), strict=True))
     row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
+    if variant.kernel.startswith("mma_grouped"):  # for each number of positions of a tile
+        row["loops"] = product_loops(variant)
     return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
 
 
@@ -122,6 +132,7 @@ def main() -> int:
     chosen = [
         *(plain_launches() if "down" in of_main else ()),
         *(tensor_core_launches() if "mma_down" in of_main else ()),
+        *(large_batch_launches() if "mma_grouped_down" in of_main else ()),
     ]
     if wrong := wrong_numbers(chosen):
         print(f"compile_table: Triton {triton.__version__}: {'; '.join(wrong)}", file=sys.stderr)

@@ -35,6 +35,10 @@ class Value(NamedTuple):
     upper: Lanes
 
 
+Copy = tuple[NDArray[np.int64], NDArray[np.uint8], Lanes]
+"""Where each thread copies to in shared memory, the bytes, and the trees of their halves."""
+
+
 def _mix(name: str, *parts: Lanes) -> Lanes:
     result = np.full(parts[0].shape, zlib.crc32(name.encode()) + (1 << 40), np.uint64)
     for part in parts:
@@ -69,6 +73,9 @@ class Program:
         }
         self._registers["%tid.x"] = Value(self._lane.astype(np.uint64), zero, zero)
         self._nothing = Value(zero, zero, zero)
+        # Asynchronous copies: those since the last commit, groups on their way, and groups that only a barrier shows.
+        self._copies: list[Copy] = []
+        self._groups, self._arrived = list[list[Copy]](), list[Copy]()
 
     def run(self) -> None:
         """Run it to its end.
@@ -92,6 +99,10 @@ class Program:
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
             elif name == "griddepcontrol.wait":
                 self._wait()
+            elif name.startswith("cp.async"):
+                self._copy(name, re.findall(r"\[[^]]*\]|[^,\s]+", rest), active)
+            elif name.startswith("bar") and "warp" not in name:
+                self._show()
             elif not name.startswith(("bar", "membar", "fence", "griddepcontrol")):
                 operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
                 operands = [text.strip("{} ") if "," not in text else text for text in operands]
@@ -99,6 +110,40 @@ class Program:
 
     def _wait(self) -> None:
         """Wait for the launch before; here it has ended."""
+
+    def _copy(self, name: str, operands: list[str], active: NDArray[np.bool_]) -> None:
+        """Copy to shared memory, as late as the program allows: shown by a barrier after the wait for its group."""
+        if name == "cp.async.commit_group":
+            self._groups.append(self._copies)
+            self._copies = []
+        elif name == "cp.async.wait_group":
+            done = max(0, len(self._groups) - int(operands[0], 0))
+            self._arrived += [copy for group in self._groups[:done] for copy in group]
+            del self._groups[:done]
+        elif name in ("cp.async.cg.shared.global", "cp.async.ca.shared.global"):
+            to, source = (self._address(text)[active] for text in operands[:2])
+            size = int(operands[2], 0)
+            held = self._value(operands[3]).bits[active] if len(operands) > 3 else np.full(len(to), size, np.uint64)
+            memory, trees = self._spaces["global"]
+            inside = np.arange(size) < held[:, None]
+            at = np.where(inside, source[:, None] + np.arange(size), 0)
+            halves = np.where(inside[:, ::2], source[:, None] // 2 + np.arange(size // 2), 0)
+            self._copies.append((to, np.where(inside, memory[at], 0), np.where(inside[:, ::2], trees[halves], 0)))
+        else:
+            raise ValueError(f"{name} is an unknown instruction")
+
+    def _show(self) -> None:
+        """Let copies that have arrived be seen by all threads."""
+        memory, trees = self._spaces["shared"]
+        for to, data, of in self._arrived:
+            memory[to[:, None] + np.arange(data.shape[1])] = data
+            trees[to[:, None] // 2 + np.arange(of.shape[1])] = of
+        self._arrived = []
+
+    def _address(self, place: str) -> NDArray[np.int64]:
+        """Return the address of each thread that an operand in brackets names."""
+        base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", place).groups()
+        return self._value(base).bits.astype(np.int64) + int(offset or 0)
 
     def _value(self, text: str) -> Value:
         if text[0] == "{":
@@ -132,8 +177,7 @@ class Program:
             self._set(operands[0], self._value(str([*self._arguments, 0, 0, 0][number])), active)
         elif name in ("ld", "st", "ldmatrix", "atom"):
             space, place = self._spaces["shared" if "shared" in words else "global"], operands[name != "st"]
-            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", place).groups()
-            address = np.where(active, self._value(base).bits.astype(np.int64) + int(offset or 0), 0)
+            address = np.where(active, self._address(place), 0)
             for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
                 where = address + number * size // 8
                 if name == "ldmatrix":  # threads 8 n to 8 n + 7 hold the rows of matrix n

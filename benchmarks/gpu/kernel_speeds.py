@@ -16,7 +16,7 @@ from layers import DTYPE, LAYERS, PRECISIONS, TOKENS, Machine, Model, route, wor
 from record import Recorder
 
 from vllm_dymoe.experts.format import PackedExpert
-from vllm_dymoe.kernels import Activation, Decode
+from vllm_dymoe.kernels import Activation, Decode, Grouped
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
@@ -114,22 +114,24 @@ def random_expert(layer: Model, bits: int) -> PackedExpert:
     return expert
 
 
-def compile_layer(layer: Model, precisions: str, decode: Decode = Decode.PLAIN) -> None:
+def compile_layer(
+    layer: Model, precisions: str, decode: Decode = Decode.PLAIN, grouped: Grouped = Grouped.PLAIN
+) -> None:
     """Compile every kernel of a layer, by launching it once."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
     work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
-    compute_experts(_kernel(layer, precisions, 64 << 20, decode), x, work, x.clone(), Activation.SILU)
+    compute_experts(_kernel(layer, precisions, 64 << 20, decode, grouped), x, work, x.clone(), Activation.SILU)
     torch.cuda.synchronize()
 
 
-def _kernel(layer: Model, precisions: str, workspace_bytes: int, decode: Decode) -> TritonKernel:
+def _kernel(layer: Model, precisions: str, workspace_bytes: int, decode: Decode, grouped: Grouped) -> TritonKernel:
     formats = [layer.format(bits).matrices[1] for bits in PRECISIONS[precisions]]
-    return TritonKernel("cuda", workspace_bytes, formats, decode=decode)
+    return TritonKernel("cuda", workspace_bytes, formats, decode=decode, grouped=grouped)
 
 
 def measure_layer(
     record: Recorder, machine: Machine, layer: Model, precisions: str, count: int, decode: Decode = Decode.PLAIN,
-    least: float = 0.2,
+    grouped: Grouped = Grouped.PLAIN, least: float = 0.2,
 ) -> None:  # fmt: skip
     """Measure one layer's step of `count` tokens, and compare it with the bound.
 
@@ -139,7 +141,8 @@ def measure_layer(
     work = work_of(layer, routing, bits)
     # Hidden activations of all tokens at once, as far as memory allows: this times kernels, not workspaces.
     pairs = count * layer.top_k
-    kernel = _kernel(layer, precisions, (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20)), decode)
+    workspace = (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20))
+    kernel = _kernel(layer, precisions, workspace, decode, grouped)
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     ids = torch.tensor(routing, device="cuda")
@@ -162,6 +165,7 @@ def measure_layer(
     moved = work.weight_bytes + work.other_bytes
     remark = f"{moved / time / 1e9:.0f} GB/s, {work.flops / time / 1e12:.1f} TFLOP/s"
     name = f"kernels, {layer.name}, {precisions} bits, {count} tokens" + ", tensor cores" * (decode > Decode.PLAIN)
+    name += ", weights in registers" * (grouped > Grouped.PLAIN)
     record.speed(name, "us", time * 1e6, bound * 1e6, bound / time, remark)
 
 

@@ -24,11 +24,14 @@ from vllm_dymoe.kernels.triton import (
     DecodeTile,
     ExpertShape,
     ExpertTable,
+    GroupedTile,
     Scratch,
     Weighting,
     WorkList,
     decode_down,
     decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.quantize.dummy import fill_randomly
@@ -125,6 +128,7 @@ class Launch:
     low: bool = False  # computed from the base slice alone
     tensor_cores: int = 0  # see DecodeTile, as of the next one
     dependent: bool = False
+    grouped: bool = False  # as in large batches, on a tile whose weights are dequantized in registers
     warps: int = 4
     group: int = 64
     dtype: torch.dtype = torch.bfloat16
@@ -162,7 +166,7 @@ def ran(launch: Launch, memory: Any) -> Ran:
         memory: where it runs; a `Host`, or what has its methods.
     """
     generator = torch.Generator().manual_seed(launch.encoding.tag)
-    flags = launch.bias, launch.integer_zeros, launch.act_order
+    flags = launch.bias, launch.integer_zeros, launch.act_order, launch.activation.has_gate
     fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags)
     packed, expert = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in fmt.slices], None
     for part, held in zip(fmt.slices, packed, strict=True):
@@ -194,14 +198,15 @@ def ran(launch: Launch, memory: Any) -> Ran:
     table = ExpertTable(shape, frozenset((precision,)), addresses[0], bits, destinations[0], *residual)
     tokens, index = launch.tokens, torch.arange(launch.tokens)
     tile = DecodeTile(launch.warps, launch.split, tensor_cores=launch.tensor_cores, dependent=launch.dependent)
-    apart = tokens if launch.fetch else tile.positions
+    grouped = GroupedTile(64, 256, 64, 4, 3, in_registers=True)
+    apart = grouped.block_m if launch.grouped else tokens if launch.fetch else tile.positions
     pieces = [[0, at, min(at + apart, tokens)] for at in range(0, tokens, apart)]
     summed = tokens + launch.weighted
     if launch.weighted:
         pieces.append([-1, 0, summed])
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
     # The same first tokens, however many there are.
-    x = torch.randn(64, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
+    x = torch.randn(128, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
     hidden, out = (x.new_full(size, torch.nan) for size in ((tokens, shape.intermediate), (summed, shape.hidden)))
     scratch = Scratch(torch.full((1 << 16,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
     weights = Weighting(torch.full((summed, 1), 0.5), (torch.arange(summed) < tokens).int()[:, None])
@@ -209,8 +214,12 @@ def ran(launch: Launch, memory: Any) -> Ran:
     start = memory.run
     read = rotated_inputs(x, shape.rotation(table.precisions), start=start)
     first = WorkList(work.items[: len(work.items) - launch.weighted].clone(), index, index)
-    decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, start=start)
-    decode_down(hidden, out, table, work, tile, scratch, weights if launch.weighted else None, start=start)
+    if launch.grouped:
+        grouped_gate_up(read, hidden, table, first, launch.activation, grouped, start=start)
+        grouped_down(hidden, out, table, first, grouped, start=start)
+    else:
+        decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, start=start)
+        decode_down(hidden, out, table, work, tile, scratch, weights if launch.weighted else None, start=start)
     want = expert_reference(x, *expert, launch.activation) * (0.5 if launch.weighted else 1.0)
     got, rest = memory.read(out).split([tokens, launch.weighted])
     error = float((got.double() - want).norm() / want.norm())
@@ -247,11 +256,18 @@ def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
         yield from ((architecture, Launch(code, 11, tensor_cores=16)) for code in (STEPS[4], NESTED[4]))
 
 
+def large_batch_launches() -> Iterator[tuple[int, Launch]]:
+    """Architectures and launches of large batches with weights in registers, on a tile of 64 positions and one of 8."""
+    for architecture in (80, 89, MAIN, 120):
+        yield architecture, Launch(NESTED[4], 70, grouped=True, sizes=(136, 72))
+
+
 def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:
     """Sentences about launches whose outputs are not what they should be."""
     found = []
     for architecture, launch in chosen:
         if not (error := ran(launch, Host(architecture)).error) < TOLERANCE:
-            how = f"on tensor cores of sm_{architecture}" if launch.tensor_cores else "without tensor cores"
+            on_card = launch.tensor_cores or launch.grouped
+            how = f"on tensor cores of sm_{architecture}" if on_card else "without tensor cores"
             found.append(f"{launch.encoding.name}: {launch.tokens} tokens {how} have a relative error of {error:.2g}")
     return found

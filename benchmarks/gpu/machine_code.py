@@ -47,6 +47,13 @@ def compile_variant(variant: Variant) -> Report:
     return Report(registers, spills, compiled.metadata.shared, tensor_cores.split(".")[0], barriers, len(loop))
 
 
+def product_loops(variant: Variant) -> list[tuple[int, int]]:
+    """Return mma instructions, and all instructions, of each innermost loop with mma instructions, ascending."""
+    source, target, options = _prepared(variant)
+    code = _read_cubin(triton.compile(source, target=target, options=options).asm["cubin"])[2]
+    return sorted((sum(line.startswith("HMMA") for line in loop), len(loop)) for loop in _loops_of_products(code))
+
+
 def compiled_ptx(variant: Variant) -> str:
     """Return the PTX of a variant."""
     source, target, options = _prepared(variant)
@@ -106,7 +113,16 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _longest_loop(code: list[str]) -> list[str]:
-    """Return the instructions of the longest loop that contains no other."""
+    """Return the instructions of the longest innermost loop; of those with mma instructions, if there are such."""
+    return max(_loops_of_products(code) or _innermost_loops(code), key=len, default=[])
+
+
+def _loops_of_products(code: list[str]) -> list[list[str]]:
+    return [loop for loop in _innermost_loops(code) if any(line.startswith("HMMA") for line in loop)]
+
+
+def _innermost_loops(code: list[str]) -> list[list[str]]:
+    """Return the instructions of each loop that contains no other."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[tuple[int, int]] = []
@@ -119,6 +135,4 @@ def _longest_loop(code: list[str]) -> list[str]:
             if target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
     inner = [loop for loop in loops if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)]
-    of_products = [loop for loop in inner if any(line.startswith("HMMA") for line in instructions[slice(*loop)])]
-    first, last = max(of_products or inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
-    return instructions[first:last]
+    return [instructions[first:last] for first, last in inner]

@@ -42,6 +42,7 @@ from vllm_dymoe.kernels.triton import (
     large_batch,
     launch,
     mma_decode,
+    mma_grouped,
     place,
     planner,
     popularity,
@@ -77,10 +78,12 @@ _WIDE = ("count", "list", "place_pairs")  # the launches around the products of 
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
 _TENSOR_CORES = "in_gluon", "mma_codes", "mma_decode", "mma_rows"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
+_IN_REGISTERS = "activation", "in_gluon", "mma_codes", "mma_grouped", "mma_rows", "section"
 _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
     **dict.fromkeys(("mma_gate_up", "mma_down"), (*_DECODE, *_TENSOR_CORES)),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
+    **dict.fromkeys(("mma_grouped_gate_up", "mma_grouped_down"), _IN_REGISTERS),
     **{name: (name,) for name in ("rotate", "combine", "place")},
     "decide": ("planner",),
     "copy_spans": ("spans",),
@@ -111,10 +114,9 @@ class Variant:
 
         It is found by name, because Triton's functions cannot be sent to another process.
         """
-        name, modules = (
-            f"{self.kernel}_kernel",
-            (launch, mma_decode, combine, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue),
-        )
+        name = f"{self.kernel}_kernel"
+        products = launch, mma_decode, mma_grouped, combine
+        modules = *products, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue
         return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
@@ -140,6 +142,7 @@ class Case:
     bits: tuple[int, ...]  # tags of their encodings
     device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
     tensor_cores: int = 0  # see DecodeTile
+    in_registers: bool = False  # see GroupedTile
 
     @property
     def shape(self) -> ExpertShape:
@@ -154,6 +157,7 @@ _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in (
     *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
+_IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((8,), (4,), (2,), (4, 2))))
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
@@ -174,7 +178,9 @@ def all_variants() -> Iterator[Variant]:
     """
     for architecture in ARCHITECTURES:
         for found in variants(architecture):
-            if found.kernel.startswith("mma"):
+            if found.kernel.startswith("mma_grouped"):
+                some = found.precisions == "4"
+            elif found.kernel.startswith("mma"):
                 some = (found.precisions, found.constants["MOST"]) in _SOME
             else:
                 some = found.note == "device" and (architecture in WHOLE_STEPS or found.precisions in ("4", "4/2"))
@@ -189,6 +195,7 @@ def variants(architecture: int) -> Iterator[Variant]:
     for cases, pair in (((*everywhere, *_DEVICE), kernels[:2]), (everywhere, kernels[2:])):
         yield from (_experts(architecture, kernel, case) for case in cases for kernel in pair)
     yield from (_experts(architecture, kernel, case) for case in (*_ON_TENSOR_CORES, *_MANY) for kernel in kernels[:2])
+    yield from (_experts(architecture, kernel, case) for case in _IN_LARGE_BATCHES for kernel in kernels[2:])
     yield from _others(architecture)
 
 
@@ -198,7 +205,9 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     It has no addresses, and indices as in the server.
     """
     grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
-    tile = getattr(tiles.on_tensor_cores(case.tensor_cores) if case.tensor_cores else tiles, kernel)
+    if case.tensor_cores:
+        tiles = tiles.on_tensor_cores(case.tensor_cores)
+    tile = getattr(tiles.in_registers() if case.in_registers else tiles, kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     fetched = addresses if case.device else None
@@ -215,6 +224,7 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
         arguments.append(Weighting(torch.empty(1, 8), torch.empty(1, 8, dtype=torch.int32)))
     note = f"m {tile.block_m}" if grouped else "device" if case.device else ""
     name, note = (f"mma_{kernel}", f"{note}, {case.tensor_cores} tokens") if case.tensor_cores else (kernel, note)
+    name = f"mma_{kernel}" if case.in_registers else name
     shape, precisions = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
     return _noted((architecture, name, shape, precisions, note), _LAUNCHES[kernel], *arguments)
 

@@ -1,9 +1,11 @@
 """A policy for comparisons: parts of the papers' policies, one at a time."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
 
 from vllm_dymoe.planner.routing import Routing
@@ -45,6 +47,32 @@ class Oracle(Predictor):
         return [Candidate(layer + 1, expert) for experts in coming for expert in experts]
 
 
+class Votes(Predictor):
+    """Predicts the experts that enough of the last layers name: FIRM-MoE's Figure 7."""
+
+    def __init__(self, model: RoutedModel, k: int, weights: Sequence[float], least: float) -> None:
+        super().__init__()
+        self._gates, self._k, self._weights, self._least = model.gates, k, weights, least
+        self._inputs: deque[torch.Tensor] = deque(maxlen=len(weights))
+
+    def observe(self, routing: Routing) -> None:
+        if routing.layer == 0:
+            self._inputs.clear()
+        self._inputs.appendleft(routing.x.clone())
+
+    def predict(self, layer: int) -> Sequence[Candidate]:
+        if layer + 1 >= len(self._gates):
+            return []
+        gate = self._gates[layer + 1]
+        scores = [gate.scores(x) for x in self._inputs]  # of the nearest layer first
+        votes = torch.zeros_like(scores[0])
+        for weight, of_layer in zip(self._weights, scores, strict=False):
+            votes.scatter_add_(1, of_layer.topk(self._k).indices, torch.full_like(of_layer[:, : self._k], weight))
+        least = min(self._least, sum(self._weights[: len(scores)]))  # the first layers have fewer before them
+        order = scores[0].sort(descending=True)
+        return gate.named(layer + 1, order.indices, order.values, votes.gather(1, order.indices) >= least)
+
+
 class Compared(Exact):
     """Serves every expert high, with parts of FIRM-MoE."""
 
@@ -52,10 +80,12 @@ class Compared(Exact):
     summary: ClassVar[str] = "parts of policies, for measurements"
 
     # Predictor of the next layer's experts.
-    ahead: Literal["nothing", "next gate", "meeting of layers", "oracle"] = "next gate"
+    ahead: Literal["nothing", "next gate", "meeting of layers", "votes", "oracle"] = "next gate"
     projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
     k: int | None = Field(default=None, ge=1)  # experts that each layer predicts; the number per token if None
     p: int = Field(default=3, ge=1)  # layers that have to agree
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0)  # of the votes of layers, the nearest first
+    least: float = 3.0  # weight of votes that names an expert
     whole: bool = False  # compute an expert only when all of it has arrived
     keeps: bool = True  # layers keep experts for later steps
 
@@ -75,6 +105,8 @@ class Compared(Exact):
             return self._predictor(model)
         if self.ahead == "oracle":
             return Oracle()
+        if self.ahead == "votes":
+            return Votes(model, self.k or model.top_k, self.weights, self.least)
         return MeetingOfLayers(
             model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
         )

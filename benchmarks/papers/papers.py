@@ -7,6 +7,7 @@ results.json alone.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -25,7 +26,7 @@ sys.path += [str(Path(__file__).resolve().parents[2])]
 
 import compared
 import page
-from recorded import MODEL, domain_of, recorded
+from recorded import ANSWER, LENGTHS, MODEL, domain_of, recorded
 
 from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
@@ -37,12 +38,15 @@ from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch import Predictor, RoutedModel
 from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
 from vllm_dymoe.trace.trace import Trace
 
 HERE = Path(__file__).resolve().parent
-_LONGEST = 16  # simulated tokens of an answer
-_WARM = 2  # requests, of other texts, that warm up a cache; _SETTLE if HEOP has to settle
-_SETTLE = 7
+_LONGEST = 24  # simulated tokens of an answer
+_WARM = 2  # requests of other texts that warm up a cache, with whole answers of 48 tokens
+_SETTLE = 5  # the same where HEOP has to settle, which takes it 200 decode steps
+_HOST = 40e9  # bytes of experts per second that a CPU executes; an assumption
+_ANSWERS = (8, 16, 24)  # tokens, of FIRM-MoE's Figure 5
 _PCIE3 = "13.4GB/s"  # 15.75 GB/s minus protocol overhead
 
 
@@ -61,6 +65,9 @@ class Sizes:
     layers: int  # layers of the model itself, for peak memory
     each: int  # experts of a layer of the model, likewise
 
+    def expert_bytes(self, bits: int) -> int:
+        return ExpertFormat(self.hidden, self.intermediate, encoding_of(bits), 64, torch.bfloat16).whole_nbytes
+
     def experts(self, header: Any, bits: tuple[int, ...]) -> ModelExperts:
         def form(width: int) -> ExpertFormat:
             return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), 64, torch.bfloat16)
@@ -73,6 +80,9 @@ class Sizes:
 QWEN3 = Sizes(2048, 768, 2 * 2048 * (2 * 4096 + 2 * 512), 48, 128)
 QWEN15 = Sizes(2048, 1408, 2 * (4 * 2048 * 2048 + 3 * 2048 * 5632), 24, 60)
 MIXTRAL = Sizes(4096, 14336, 2 * 4096 * (2 * 4096 + 2 * 1024), 32, 8)
+MIXTRAL22 = Sizes(6144, 16384, 2 * 6144 * (2 * 6144 + 2 * 1024), 56, 8)
+OLMOE = Sizes(2048, 1024, 2 * 4 * 2048 * 2048, 16, 64)
+DEEPSEEK16 = Sizes(2048, 1408, 2 * (4 * 2048 * 2048 + 3 * 2048 * 2816), 27, 64)
 
 
 def policy(name: str, high: int = 4, low: int = 0, **parameters: Any) -> dict[str, Any]:
@@ -80,12 +90,16 @@ def policy(name: str, high: int = 4, low: int = 0, **parameters: Any) -> dict[st
     return {"policy": name, "high": high, "low": low, "policy_options": parameters}
 
 
+RESIDENT = policy("exact", look_ahead=0)  # the bound: every expert is resident, whatever the share
+RESIDENT16 = policy("exact", 16, look_ahead=0)
+
+
 class Bench:
     """The recorded routing, and rows that are simulated over it."""
 
     def __init__(self, work: Path) -> None:
         compared.make_known()
-        self.trace, self.others, self.network = recorded(work)
+        self.trace, self._attention, self.others, self._attention_of_others, self.network = recorded(work)
         header = self.trace.header
         with safe_open(MODEL / "model.safetensors", framework="pt") as file:
             names = (f"model.layers.{layer}.mlp.gate.weight" for layer in range(header.num_layers))
@@ -95,9 +109,10 @@ class Bench:
         self._known: dict[str, dict[str, Any]] = dict(map(json.loads, lines))
 
     @cache  # noqa: B019
-    def steps(self, batch: int = 1, *, others: bool = False, requests: tuple[int, ...] | None = None) -> list[Step]:
-        trace = self.others if others else self.trace
-        return list(_shortened(sessions(trace, batch, requests)))
+    def steps(
+        self, batch: int = 1, *, others: bool = False, requests: tuple[int, ...] | None = None, longest: int = _LONGEST
+    ) -> list[Step]:
+        return list(_shortened(sessions(self.others if others else self.trace, batch, requests), longest))
 
     def simulator(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, costs: Costs | None = None,
@@ -108,7 +123,7 @@ class Bench:
         The share can also be "top-k" or "layer". With ``all_of_16`` the share is of all experts at 16 bits.
         """
         trace = trace or self.trace
-        header, chosen = trace.header, Options(planning="host", group_size=64, **given)
+        header, chosen = trace.header, Options(**{"planning": "host", "group_size": 64, **given})
         kind, experts = make_policy_of(chosen, self.network), sizes.experts(header, tuple(chosen.stored_bits))
         whole = experts.formats[chosen.high].whole_nbytes
         everything = header.num_layers * header.num_experts * whole * (16 / chosen.high if all_of_16 else 1)
@@ -119,9 +134,13 @@ class Bench:
         limit += 0 if predictor is None else predictor.nbytes
         model = Model(experts, sizes.attention)
         made.append(Simulator(
-            trace, model, chosen, kind, device, costs or self.costs, limit, predictor=predictor, **how
+            trace, model, chosen, kind, device, costs or self.costs, limit, predictor=predictor,
+            attention=self._attention_of(trace), **how
         ))  # fmt: skip
         return made[0]
+
+    def _attention_of(self, trace: Trace) -> torch.Tensor:
+        return self._attention if trace is self.trace else self._attention_of_others
 
     def _predictor(self, kind: Any, trace: Trace, made: list[Simulator]) -> Predictor | None:
         if kind.prefetch is None:
@@ -137,7 +156,7 @@ class Bench:
             fingerprint=header.fingerprint, predictor=self.network if takes else None,
         ))  # fmt: skip
         if isinstance(predictor, compared.Oracle):
-            for step in self.steps():
+            for step in self.steps(longest=ANSWER):
                 tokens = torch.from_numpy(step.tokens)
                 for layer in range(header.num_layers):
                     ids, weights = trace.experts[tokens, layer].int(), trace.weights[tokens, layer].float()
@@ -152,25 +171,47 @@ class Bench:
         Returns:
             means with the spread over requests.
         """
+        share = 1.0 if given is RESIDENT or given == RESIDENT16 else share
         key = json.dumps([given, share, vars(sizes), vars(device), str(how)], sort_keys=True)
         if key in self._known:  # from an interrupted run
             return self._known[key]
-        simulator = self.simulator(given, share, sizes, device, **how)
-        warm = _SETTLE if "firm" in given["policy"] or "tuned" in str(given) else _WARM
-        other = replace_trace(simulator, self.others)
-        simulator.run(self.steps(others=True, requests=tuple(range(0, warm * 5, 5))), measured=False)
-        replace_trace(simulator, other)
+        simulator = self._warmed(given, share, sizes, device, **how)
         found = self._known[key] = summary_of(simulator.run(self.steps()), simulator)
         with self._rows.open("a") as file:
             file.write(json.dumps([key, found]) + "\n")
         return found
 
+    def _warmed(
+        self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
+    ) -> Simulator:
+        """Return a simulator that has served requests of other texts, and whose predictor has settled."""
+        simulator = self.simulator(given, share, sizes, device, **how)
+        simulator.tell(self.others, self._attention_of_others)
+        warm = _SETTLE if isinstance(simulator.predictor, MeetingOfLayers) else _WARM
+        each = (1 + int(self.others.request.max())) // warm
+        for number in range(warm):
+            simulator.run(self.steps(others=True, requests=(number * each,), longest=ANSWER), measured=False)
+        if isinstance(simulator.predictor, MeetingOfLayers):
+            assert simulator.predictor.settled, "HEOP still moves K and P"
+        simulator.tell(self.trace, self._attention)
+        return simulator
 
-def replace_trace(simulator: Simulator, trace: Trace) -> Trace:
-    """Continue with another trace of the same model; return the previous one."""
-    before, simulator.trace = simulator.trace, trace
-    simulator.tell(trace)
-    return before
+    def lengths(
+        self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
+    ) -> dict[str, float]:
+        """Return tokens per second of whole requests, by "prompt, answer" in tokens."""
+        simulator = self._warmed(given, share, sizes, device, **how)
+        found = simulator.run(self.steps())
+        by_request: dict[int, list[float]] = {}
+        for seconds, step in zip(found.seconds, found.steps, strict=True):
+            by_request.setdefault(step.requests[0], []).append(seconds)
+        made: dict[str, float] = {}
+        for at, prompt in enumerate(LENGTHS):
+            same = [times for number, times in by_request.items() if number % len(LENGTHS) == at]
+            for answer in _ANSWERS:
+                seconds = float(np.mean([sum(times[: 1 + answer]) for times in same]))
+                made[f"{prompt}, {answer}"] = round(answer / seconds, 4)
+        return made
 
 
 def make_policy_of(chosen: Options, network: Path) -> Any:
@@ -201,12 +242,12 @@ def summary_of(found: Result, simulator: Simulator) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in made.items()}
 
 
-def _shortened(steps: Iterator[Step]) -> Iterator[Step]:
+def _shortened(steps: Iterator[Step], longest: int) -> Iterator[Step]:
     done: dict[int, int] = {}
     for step in steps:
         for number in step.requests if step.phase is Phase.DECODE else ():
             done[number] = done.get(number, 0) + 1
-        if step.phase is Phase.PREFILL or done[step.requests[0]] <= _LONGEST:
+        if step.phase is Phase.PREFILL or done[step.requests[0]] <= longest:
             yield step
 
 
@@ -229,6 +270,7 @@ def dymoe(bench: Bench) -> dict[str, Any]:
         "6. cache, prefetch, 4/0": policy("dymoe-paper"),
         "ours: dymoe, 4/2": policy("dymoe", low=2),
         "an oracle": policy("compared", ahead="oracle", evicts="least recent"),
+        "everything resident": RESIDENT,
         "Accelerate": policy("on-demand", overlap=False),
     }
     shares = (0.25, 0.5, 0.75)
@@ -236,7 +278,12 @@ def dymoe(bench: Bench) -> dict[str, Any]:
         f"{share:.0%}": {name: bench.row(of, share, QWEN3, device) for name, of in rows.items()} for share in shares
     }
     data_sheet = {name: bench.row(of, 0.5, QWEN3, device, costs=Costs.nothing()) for name, of in rows.items()}
-    return {"budgets": found, "no host, 50%": data_sheet}
+    # Table 3's own model: what 16 and 24 GB leave after 5 GB for everything but experts.
+    mixtral: dict[str, Any] = {}
+    for memory in (16, 24):
+        share = (memory - 5) * 1e9 / (MIXTRAL.layers * MIXTRAL.each * MIXTRAL.expert_bytes(4))
+        mixtral[f"{memory} GB"] = {name: bench.row(of, share, MIXTRAL, device) for name, of in rows.items()}
+    return {"budgets": found, "no host, 50%": data_sheet, "Mixtral": mixtral}
 
 
 def duoserve(bench: Bench) -> dict[str, Any]:
@@ -248,6 +295,7 @@ def duoserve(bench: Bench) -> dict[str, Any]:
         "ours: duoserve without a network": (policy("duoserve"), "top-k", {}),
         "the next gate": (policy("compared", ahead="next gate", keeps=False), "top-k", {}),
         "an oracle": (policy("compared", ahead="oracle", keeps=False), "top-k", {}),
+        "everything resident": (RESIDENT, "top-k", {}),
     }
     found: dict[str, Any] = {}
     for card in ("a5000", "a6000"):
@@ -261,7 +309,7 @@ def duoserve(bench: Bench) -> dict[str, Any]:
 
 
 def firm(bench: Bench) -> dict[str, Any]:
-    """Return Tables 1 and 2, and Figures 4 to 7."""
+    """Return Tables 1 and 2, and Figures 4, 6 and 7."""
     device = find_device("rtx3090", None)
     parts = partial(policy, "compared", 16, evicts="least recent")
     rows = {
@@ -275,18 +323,64 @@ def firm(bench: Bench) -> dict[str, Any]:
         "ours: firm": policy("firm", 16),
         "nothing ahead": parts(ahead="nothing"),
         "an oracle": parts(ahead="oracle"),
+        "everything resident": RESIDENT16,
     }
-    shares = {"128": 128 / 1440, "256": 256 / 1440, "512": 512 / 1440, "768": 768 / 1440}
+    shares = {size: int(size) / 1440 for size in ("128", "256", "512", "768")}
     found = {
         name: {row: bench.row(of, share, QWEN15, device) for row, of in rows.items()} for name, share in shares.items()
     }
     quick = {row: bench.row(of, shares["256"], QWEN15, device, costs=Costs.nothing()) for row, of in rows.items()}
     grid = {
         f"{k},{p}": bench.row(parts(ahead="meeting of layers", projections=1, k=k, p=p), shares["256"], QWEN15, device)
-        for k in (2, 4, 8)
+        for k in (3, 4, 8)
         for p in (1, 2, 3)
     }
-    return {"caches": found, "no host, 256": quick, "grid": grid}
+    votes = {
+        "MoL": (1.0, 1.0, 1.0, 3.0), "union": (1.0, 1.0, 1.0, 1.0),
+        **{f"weighted, at least {least:g}": (1.5, 1.0, 0.5, least) for least in (2.0, 2.5)},
+    }  # fmt: skip
+    strategies = {"top 4": parts(ahead="next gate", projections=1)} | {
+        name: parts(ahead="votes", projections=1, k=3, weights=of[:3], least=of[3]) for name, of in votes.items()
+    }
+    named = {name: bench.row(of, shares["256"], QWEN15, device) for name, of in strategies.items()}
+    return {"caches": found, "no host, 256": quick, "grid": grid, "named": named}
+
+
+def lengths(bench: Bench) -> dict[str, Any]:
+    """Return FIRM-MoE's Figure 5: tokens per second by model, system and lengths.
+
+    The cache has 256 experts. Fiddler executes misses on the CPU where that is faster.
+    """
+    device = find_device("rtx3090", None)
+    with_cpu = replace(device, host=_HOST)
+    systems = {
+        "All (firm-paper)": (policy("firm-paper", 16), device),
+        "ours: firm": (policy("firm", 16), device),
+        "CPU execution (Fiddler)": (policy("exact", 16, look_ahead=0) | {"misses": "share"}, with_cpu),
+        "load on demand": (policy("on-demand", 16), device),
+    }
+    models = {"OLMoE-1B-7B": OLMOE, "Qwen1.5-MoE-A2.7B": QWEN15, "DeepSeek-MoE-16B": DEEPSEEK16}
+    return {
+        model: {
+            system: bench.lengths(of, 256 / (sizes.layers * sizes.each), sizes, on)
+            for system, (of, on) in systems.items()
+        }
+        for model, sizes in models.items()
+    }
+
+
+def memory(bench: Bench) -> dict[str, Any]:
+    """Return DuoServe-MoE's Table 2: bytes in addition to what ACC takes, by the models' sizes."""
+    found = {}
+    for name, sizes in (("Mixtral 8x7B", MIXTRAL), ("Mixtral 8x22B", MIXTRAL22)):
+        # Eq. 5 and section 4.2: affinity, popularity and the choices of all layers before; then the hidden layers.
+        widths = ((sizes.layers - 1) * sizes.each + 2 * sizes.each, 2048, 1024, 512, 256, 128, 64, sizes.each)
+        found[name] = {
+            "network": 2 * sum(one * other for one, other in itertools.pairwise(widths)),
+            "rest of a layer": (sizes.each - 2) * sizes.expert_bytes(4),
+            "all experts but two": (sizes.layers * sizes.each - 2) * sizes.expert_bytes(4),
+        }
+    return found
 
 
 def dynaexq(bench: Bench) -> dict[str, Any]:
@@ -338,18 +432,20 @@ def adaptive(bench: Bench) -> dict[str, Any]:
 
     It is measured at 4/2 with half and a quarter of the residual slices, by batch.
     """
-    device = find_device("a6000", None)
+    device, window = replace(find_device("a6000", None), decides=True), {"window_s": 0.02}
     rows = {
-        "dynaexq": policy("dynaexq", 4, 2, window_s=0.02),
-        "adaptive, threshold 1.6": policy("adaptive", 4, 2, window_s=0.02, threshold=1.6),
-        "adaptive, wait_share 0.1": policy("adaptive", 4, 2, window_s=0.02, wait_share=0.1),
-        "uniform 4, fetched": policy("exact", 4),
+        "dynaexq": policy("dynaexq", 4, 2, **window),
+        "adaptive, threshold 1.6": policy("adaptive", 4, 2, threshold=1.6, **window),
+        "adaptive (wait_share 0.1)": policy("adaptive", 4, 2, **window),
+        "uniform 4 (wait_share 1)": policy("adaptive", 4, 2, wait_share=1, **window),
+        "exact, as many bytes": policy("exact", 4),
     }
     found: dict[str, Any] = {}
     for residuals in (0.5, 0.25):
-        for batch in (1, 4, 16, 32):
+        for batch in (1, 4, 32):
             table = found.setdefault(f"{residuals:.0%}", {})[str(batch)] = {}
-            for name, given in rows.items():
+            for name, options in rows.items():
+                given = options | {"planning": "auto"}
                 share = (2.5 + 2 * residuals) / 4.5
                 simulator = bench.simulator(given, share, QWEN3, device, trace=bench.others)
                 simulator.run(bench.steps(4, others=True, requests=tuple(range(32, 36))), measured=False)
@@ -359,7 +455,8 @@ def adaptive(bench: Bench) -> dict[str, Any]:
 
 
 SECTIONS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
-    "dymoe": dymoe, "duoserve": duoserve, "firm": firm, "dynaexq": dynaexq, "adaptive": adaptive
+    "dymoe": dymoe, "duoserve": duoserve, "memory": memory, "firm": firm, "lengths": lengths, "dynaexq": dynaexq,
+    "adaptive": adaptive,
 }  # fmt: skip
 
 

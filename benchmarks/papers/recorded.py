@@ -2,7 +2,8 @@
 
 The trace is of the shipped model on texts of three domains; the network was trained on other texts.
 
-Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are recorded. A request
+Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are recorded, and the
+attention that each token of a prompt gets from the last queries, as the plugin measures it (DyMoE Eq. 1). A request
 is a window: its first tokens are the prompt, the rest is the answer, token by token, with the same routing as in
 decode. Lengths of prompts are spread like those of chats, from a line to a page. Files of earlier runs are reused.
 """
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.prefetch.checkpoint import PredictorCard, save_predictor
@@ -29,24 +31,40 @@ LENGTHS = (32, 96, 208, 400)  # tokens of a domain's prompts
 ANSWER = 48
 ARCHITECTURE = "paper-shared"
 _END = "<|endoftext|>"
+_QUERIES = 32  # as in vllm_plugin/step.py
 _TRAINING, _WINDOW = 12, 320  # windows of each domain for training the network; the last ANSWER tokens decode
 _EPOCHS = 4
 
 
-def recorded(work: Path) -> tuple[Trace, Trace, Path]:
-    """Return the replayed trace, a trace of other texts, and the network's file.
+class Recorded(NamedTuple):
+    """The replayed trace, a trace of other texts, and the network's file.
 
-    The replayed trace's requests are ordered by domain.
+    The replayed trace's requests are ordered by domain. Attention is float32 [tokens, layers].
     """
-    files = [work / name for name in ("replayed.safetensors", "others.safetensors", "network.safetensors")]
-    if not all(file.exists() for file in files[:2]):
+
+    trace: Trace
+    attention: torch.Tensor
+    others: Trace
+    attention_of_others: torch.Tensor
+    network: Path
+
+
+def recorded(work: Path) -> Recorded:
+    """Return what was recorded into a folder, after recording what is missing."""
+    names = ("replayed.safetensors", "others.safetensors", "attention.safetensors", "network.safetensors")
+    files = [work / name for name in names]
+    if not all(file.exists() for file in files[:3]):
         work.mkdir(parents=True, exist_ok=True)
         replayed, others = _windows()
-        _record(replayed, [length + ANSWER for _ in DOMAINS for length in LENGTHS]).save(files[0])
-        _record(others, [_WINDOW] * len(others)).save(files[1])
-    if not files[2].exists():
-        _train(Trace.load(files[1]), files[2])
-    return Trace.load(files[0]), Trace.load(files[1]), files[2]
+        trace, attention = _record(replayed, [length + ANSWER for _ in DOMAINS for length in LENGTHS])
+        other, attention_of_others = _record(others, [_WINDOW] * len(others))
+        trace.save(files[0])
+        other.save(files[1])
+        save_file({"replayed": attention, "others": attention_of_others}, files[2])
+    if not files[3].exists():
+        _train(Trace.load(files[1]), files[3])
+    attentions = load_file(files[2])
+    return Recorded(Trace.load(files[0]), attentions["replayed"], Trace.load(files[1]), attentions["others"], files[3])
 
 
 def domain_of(request: int) -> str:
@@ -75,11 +93,11 @@ def _windows() -> tuple[list[list[int]], list[list[int]]]:
     return replayed, others
 
 
-def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
-    """Read windows, and record what every router saw and chose."""
+def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[Trace, torch.Tensor]:
+    """Read windows, and return what every router saw and chose, and the attention that tokens get."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
     config, seen = model.config, dict[int, torch.Tensor]()
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(
@@ -87,9 +105,11 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
         )
     gates = [layer.mlp.gate.weight.float() for layer in model.model.layers]
     columns: dict[str, list[torch.Tensor]] = {"experts": [], "weights": [], "router_inputs": []}
+    attention: list[torch.Tensor] = []
     with torch.inference_mode():
         for window in windows:
-            model(input_ids=torch.tensor([window]), use_cache=False)
+            read = model(input_ids=torch.tensor([window]), use_cache=False, output_attentions=True)
+            attention.append(_attention(read.attentions, len(window) - ANSWER))
             xs = torch.stack([seen[number] for number in range(len(gates))], 1)
             scores = torch.stack([(xs[:, n] @ gate.T).softmax(-1) for n, gate in enumerate(gates)], 1)
             weights, experts = scores.topk(config.num_experts_per_tok)
@@ -97,7 +117,7 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
             columns["weights"].append((weights / weights.sum(-1, keepdim=True)).half())
             columns["router_inputs"].append(xs.half())
     told: dict[str, Any] = {name: torch.cat(parts).clone() for name, parts in columns.items()}
-    return Trace(
+    trace = Trace(
         ModelIdentity(
             MODEL.name, Checkpoint.open(MODEL).fingerprint(), len(gates), config.num_experts,
             config.num_experts_per_tok, config.hidden_size,
@@ -107,6 +127,15 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> Trace:
         prefill=torch.cat([torch.arange(n) < n - ANSWER for n in lengths]),
         **told,
     )  # fmt: skip
+    return trace, torch.cat(attention)
+
+
+def _attention(layers: Sequence[torch.Tensor], prompt: int) -> torch.Tensor:
+    """Return the attention that a prompt's last queries pay each token, float32 [tokens, layers]; 0 for an answer's."""
+    found = torch.zeros(layers[0].shape[-1], len(layers))
+    for number, (heads,) in enumerate(layers):
+        found[:prompt, number] = heads[:, max(0, prompt - _QUERIES) : prompt, :prompt].mean((0, 1))
+    return found
 
 
 def _train(read: Trace, out: Path) -> None:

@@ -24,6 +24,7 @@ os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-
 
 import awq
 import numpy as np
+import observations
 import torch
 from losses import Scores
 from numpy.typing import NDArray
@@ -239,17 +240,19 @@ class Bench:
         """Return the experts of a quantizer, packed at first use.
 
         Its name alone gives separate versions. "nested NAME" is 2 bits nested in 4, "awq BITS" AWQ's dequantized
-        weights, at 16 bits.
+        weights, at 16 bits; "layer NUMBER" has one layer's weights rounded to 2 bits, at 16 bits.
         """
         if name not in self._stores:
             *kind, quantizer = name.split()
             if kind == ["awq"]:
-                self._stores[name] = self._pack("rtn", (16,), int(quantizer))
+                self._stores[name] = self._pack("rtn", (16,), awq_bits=int(quantizer))
+            elif kind == ["layer"]:
+                self._stores[name] = self._pack("rtn", (16,), rounded=int(quantizer))
             else:
                 self._stores[name] = self._pack(quantizer, (4, 2) if kind else (2,) if quantizer == "e8" else WIDTHS)
         return self._stores[name]
 
-    def _pack(self, name: str, bits: tuple[int, ...], awq_bits: int = 0) -> HostStore:
+    def _pack(self, name: str, bits: tuple[int, ...], awq_bits: int = 0, rounded: int | None = None) -> HostStore:
         calibration = self._calibration if name in CALIBRATED else None
         experts = self.checkpoint.model_experts(bits, GROUP_SIZE, torch.bfloat16, name)
         if calibration is not None:
@@ -259,6 +262,10 @@ class Bench:
         if awq_bits:
             packer = ExpertPacker(experts, QUANTIZERS[name], writer)
             awq.put(packer, self.checkpoint, self._calibration, self.experts.formats[awq_bits])
+            return packer.finish()
+        if rounded is not None:
+            packer = ExpertPacker(experts, QUANTIZERS[name], writer)
+            observations.put_rounded(packer, self.checkpoint, rounded, self.experts.formats[2])
             return packer.finish()
         errors = pack(self.checkpoint, experts, name, writer, calibration)
         if any(errors.fallbacks):

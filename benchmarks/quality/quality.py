@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import observations
 import report
 import torch
 from bench import DOMAINS, Bench, Variant, planned_bytes
 from losses import Scores, losses
-from rescues import Rescues
+from rescues import Kind, Rescues
 from shifts import HIGH_SHARES, Shifts
 
 from vllm_dymoe.cli.figures import draw, require
@@ -159,24 +160,48 @@ class Measurement:
             Variant("dymoe-paper, 4/0", {**own, "low": 0, "policy_options": {"reuse_high": False}}),
             dymoe(0.75, 2),
             uniform(4),
+            uniform(2),
         ]
         for row in rows:
             for decode in (False, True):
                 place = {"experts": row.name, "quantizer": row.quantizer, "phase": "decode" if decode else "prompt"}
                 yield self.row("papers", place, row, decode=decode)
+        for policy in ("dynaexq-paper", "dynaexq"):
+            kind = Kind(f"{policy}, 16/4, 70 % of the bytes", policy, {}, 16, 4)
+            for phase, found in self._rescues().read("rtn", 0.7, kind, link_gbps=None).items():
+                del found["ms"]
+                yield {"experts": kind.name, "quantizer": "rtn", "phase": phase, **found}
+
+    def pruning(self) -> Iterator[dict[str, Any]]:
+        """Yield DyMoE's Figure 3: prompts in which a part of the experts is skipped."""
+        for place, options in observations.pruned():
+            yield self.row("pruning", place, Variant("16/0", options))
+
+    def sensitivity(self) -> Iterator[dict[str, Any]]:
+        """Yield DyMoE's Figure 5: prompts with one layer at 2 bits."""
+        for layer in range(len(self.bench.experts.layers)):
+            for decode in (False, True):
+                place = {"layer": layer, "phase": "decode" if decode else "prompt"}
+                variant = Variant("16", {"high": 16}, f"layer {layer}")
+                yield self.row("sensitivity", place, variant, decode=decode)
 
     def rescues(self) -> Iterator[dict[str, Any]]:
         """Yield the policy adaptive, and others for comparison.
 
         They are dynaexq and uniform 4 bits of the same bytes.
         """
+        yield from self._rescues().rows()
+
+    def _rescues(self) -> Rescues:
         for decode, texts in self.texts.items():
             if decode not in self._reference:
                 self._reference[decode] = self.bench.score(EXACT, texts, decode=decode)
-        yield from Rescues(self.bench, self._reference).rows()
+        return Rescues(self.bench, self._reference)
 
 
-SECTIONS = ("uniform", "readings", "precisions", "budgets", "sets", "shifts", "papers", "rescues")
+SECTIONS = (
+    "uniform", "readings", "precisions", "budgets", "sets", "shifts", "papers", "pruning", "sensitivity", "rescues"
+)  # fmt: skip
 
 
 def show(results: dict[str, Any], out: Path, figure: Path | None) -> None:

@@ -24,6 +24,11 @@ def lost(row: Row) -> list[str]:
     ]
 
 
+def number(value: float | None, digits: int) -> str:
+    """Return a cell of a table, empty for what was not measured."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
 def find(rows: list[Row], **wanted: Any) -> Row | None:
     """Return the first row with these values, if there is one."""
     return next((row for row in rows if all(row[name] == value for name, value in wanted.items())), None)
@@ -122,36 +127,34 @@ def papers(rows: list[Row]) -> Table:
     return ["experts", "quantizer", "phase", *LOST], lines
 
 
+def pruning(rows: list[Row]) -> Table:
+    """Return the table of prompts in which experts are skipped."""
+    lines = [[f"{row['retention']:g}", row["kept"], row["layers"], *lost(row)] for row in rows]
+    return ["retention", "which are kept", "layers", *LOST], lines
+
+
+def sensitivity(rows: list[Row]) -> Table:
+    """Return the table of single layers at 2 bits."""
+    return ["layer at 2 bits", "phase", *LOST], [[str(row["layer"]), row["phase"], *lost(row)] for row in rows]
+
+
 def rescues(rows: list[Row]) -> Table:
-    """Return the table of KL and fetches, compared with uniform 4 bits."""
+    """Return the table of KL and fetches, compared with what fetches every missing residual slice."""
     lines = []
     for row in rows:
         place = {key: row[key] for key in ("residuals", "quantizer", "phase")}
-        four = find(rows, experts="uniform 4", **place)
-        share = f"{row['fetched_per_token'] / four['fetched_per_token']:.0%}" if four and row is not four else ""
-        cells = [
-            row["experts"],
-            row["quantizer"],
-            row["phase"],
-            lost(row)[-1],
-            f"{row['fetched_per_token']:.2f}",
-            share,
-        ]
-        lines.append([f"{row['residuals']:.0%}", *cells])
-    return [
-        "residual slices",
-        "experts",
-        "quantizer",
-        "phase",
-        "KL, millinats",
-        "fetched a token",
-        "of uniform 4",
-    ], lines
+        four, fetched = find(rows, experts="uniform 4", **place), row["fetched_per_token"]
+        share = f"{fetched / four['fetched_per_token']:.0%}" if four and row is not four else ""
+        moved = [number(fetched, 2), number(row["kib_per_token"], 1), share]
+        lines.append([f"{row['residuals']:.0%}", row["experts"], row["quantizer"], row["phase"], lost(row)[-1], *moved])
+    head = ["residual slices", "experts", "quantizer", "phase", "KL, millinats", "slices a token", "KiB a token"]
+    return [*head, "slices, of uniform 4"], lines
 
 
 def tables(results: Row) -> dict[str, str]:
     """Return each section's table, in Markdown."""
-    made = {make.__name__: make for make in (uniform, readings, precisions, budgets, sets, shifts, papers, rescues)}
+    of = (uniform, readings, precisions, budgets, sets, shifts, papers, pruning, sensitivity, rescues)
+    made = {make.__name__: make for make in of}
     return {name: markdown(*made[name](rows)) for name, rows in results["sections"].items()}
 
 

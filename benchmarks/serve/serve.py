@@ -1,9 +1,13 @@
-"""Is what ``vllm-dymoe serve`` chooses the fastest here, as fast as it says, and how long do starts take?
+"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says? How long do starts and prompts take?
 
-    python benchmarks/serve/serve.py [MODEL] [--rounds 3]     # 15 minutes of two quiet cores for the shipped model
+    python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, of two quiet cores
+    python benchmarks/serve/serve.py starts                # five minutes, 15 GB of disk, 10 GiB of memory
+    python benchmarks/serve/serve.py prefixes              # five minutes
+    python benchmarks/serve/serve.py page                  # the tables of README.md
 
-Every combination of what is open on a CPU is served and measured in turns, by `vllm-dymoe bench`. Starts are measured
-with an empty cache, and again. Writes results.json and the tables of README.md here.
+``speeds`` measures every combination of what is open on a CPU, by `vllm-dymoe bench`, in rounds, of which the fastest
+counts: others may use the machine. A run ends after --minutes, and the next one goes on. Results are kept in
+results.json here.
 """
 
 import argparse
@@ -11,139 +15,339 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE)]
 
+from models import LAYERS, NAMES, WIDE, folder_of  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
 from vllm_dymoe.bench.cases import Case, Subject, Workload  # noqa: E402
-from vllm_dymoe.bench.prompts import read_prompts  # noqa: E402
+from vllm_dymoe.bench.prefixes import CASES, DECODING, measure_prefixes, wrong  # noqa: E402
+from vllm_dymoe.bench.prompts import PromptSet, read_prompts  # noqa: E402
 from vllm_dymoe.bench.run import measure  # noqa: E402
-from vllm_dymoe.options import store_root  # noqa: E402
+from vllm_dymoe.cache.host_cache import HostCache  # noqa: E402
+from vllm_dymoe.cache.store import FileStore, Manifest, whole_host_cache  # noqa: E402
+from vllm_dymoe.cache.store.writer import StoreWriter  # noqa: E402
 from vllm_dymoe.plan.machine import Machine, Probe, machine_here  # noqa: E402
 from vllm_dymoe.plan.start import Asked, Model, Planner, choose, read_model  # noqa: E402
+from vllm_dymoe.quantize.dummy import random_store  # noqa: E402
 
-LENGTH, TOKENS, REQUESTS, WARM_UP = 512, 64, 12, 4
-OPEN = [
-    {"high": high, "dense": dense, **where}
-    for high in (4, 8)
-    for dense in (16, 8)
-    for where in (
-        {"expert_budget": "top-k", "host_store": "pinned"},
-        {"expert_budget": "auto", "host_store": "auto"},
-    )
-]  # what is good enough, see GOOD_ENOUGH of plan.choice
-
-
-def here(model: Model, work: Path) -> Machine:
-    """This machine, measured now."""
-    shape = model.shape
-    probe = Probe(str(store_root(None)), shape.hidden, shape.intermediate, shape.moe_layers * shape.experts)
-    return machine_here(probe, work / "machines.json", retune=True)
+RESULTS = HERE / "results.json"
+LENGTH, PROMPT, TOKENS = 512, 64, 32  # of a request at most, of a random prompt, of an answer
+BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 16
+PLACES: tuple[dict[str, Any], ...] = (
+    {"expert_budget": "top-k", "host_store": "pinned"},
+    {"expert_budget": "auto", "host_store": "auto"},
+)
+QUOTED = 24  # layers of Qwen3-30B-A3B's sizes whose second start is measured: what fits into memory here
+MOST = 1.2  # times reading the bytes once that filling memory may take
 
 
-def planned(machine: Machine, model: Model, options: dict[str, object]) -> float:
-    """Tokens per second that are planned for some options."""
-    asked = {key: value for key, value in options.items() if key != "expert_budget"}
-    planner = Planner(machine, model, Asked(asked, max_model_len=LENGTH))
-    return 1 / planner.chosen()[2].choice.tpot
+class Results:
+    """results.json, by part."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+    def keep(self, part: str, value: Any) -> None:
+        """Replace a part, and write the file."""
+        self.of[part] = value
+        RESULTS.write_text(json.dumps(self.of, indent=1) + "\n")
 
 
-def speeds(model: Model, rounds: int, work: Path) -> dict[str, object]:
-    """Return what is planned and measured for each combination.
+def open_options(model: Model) -> list[dict[str, Any]]:
+    """Every combination of what is open on a CPU."""
+    precisions: list[dict[str, Any]] = [{}] if "high" in model.fixed else [{"high": 4}, {"high": 8}]
+    dense: list[dict[str, Any]] = [{}] if model.quantized else [{"dense": 16}, {"dense": 8}]
+    return [{**high, **of, **place} for high in precisions for of in dense for place in PLACES]
 
-    The best of some rounds counts, because others use the machine.
-    """
-    machine, prompts, found = here(model, work), read_prompts("shipped"), []
-    chosen = dict(choose(machine, model, Asked(max_model_len=LENGTH)).options)
-    settled = {"high": 4, "dense": 16, "host_store": "auto", **chosen}
-    workload = Workload(prompts.digest, prompts.name, False, REQUESTS, WARM_UP, TOKENS)
+
+def machine_of(model: Model, work: Path, *, retune: bool = False) -> Machine:
+    """This machine, measured for a model's sizes."""
+    return machine_here(Probe.of(work, model.shape), work / "machines.json", retune=retune)
+
+
+def workload(name: str) -> tuple[PromptSet, Workload]:
+    """Real prompts, but for a model without a tokenizer."""
+    prompts = read_prompts(f"random:{PROMPT}" if name == WIDE else "shipped")
+    return prompts, Workload(prompts.digest, prompts.name, prompts.is_random, REQUESTS, WARM_UP, TOKENS)
+
+
+def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> bool:
+    """Measure a model's combinations until ``end``; return whether all are measured."""
+    folder = folder_of(name, work)
+    model, (prompts, asked) = read_model(str(folder)), workload(name)
+    options = open_options(model)
+    engines: dict[str, list[dict[str, Any]]] = {}  # budgets change while an engine runs
+    for of in options:
+        engines.setdefault(json.dumps({key: of[key] for key in of if key != "expert_budget"}), []).append(of)
+    rows: dict[str, list[dict[str, float]]] = {json.dumps(of): [] for of in options}
+    complete = True
     for number in range(rounds):
-        cases = []
-        for options in OPEN:
-            given = {key: value for key, value in options.items() if key != "expert_budget"}
-            subject = Subject(json.dumps(options), given)
-            cases.append(Case(model.name, subject, options["expert_budget"], 1, workload, {"max_model_len": LENGTH}))
-        rows = measure(cases, prompts, work / f"round-{number}")
-        found.append([1e3 / row["measured"]["tpot_ms"]["median"] for row in rows])
-    measured = [max(of) for of in zip(*found, strict=True)]
-    rows = [
-        {"options": options, "planned": planned(machine, model, options), "measured": speed,
-         "chosen": all(settled.get(key) == value for key, value in options.items())}
-        for options, speed in zip(OPEN, measured, strict=True)
-    ]  # fmt: skip
-    (mine,) = [row for row in rows if row["chosen"]]
-    best = max(measured)
-    return {"machine": machine.model_dump(), "chosen": chosen, "rows": rows, "share_of_best": mine["measured"] / best,
-            "planned_to_measured": mine["planned"] / mine["measured"]}  # fmt: skip
+        for place, (given, of_engine) in enumerate(engines.items()):
+            known = work / "rows" / name / f"{number}-{place}"
+            if time.time() > end and not (known / "rows.jsonl").is_file():
+                complete = False
+                continue
+            subject = Subject(given, json.loads(given))
+            engine = {"max_model_len": LENGTH}
+            cases = [Case(str(folder), subject, of["expert_budget"], batch, asked, engine)
+                     for of in of_engine for batch in BATCHES]  # fmt: skip
+            found = [1e3 / row["measured"]["tpot_ms"]["median"] for row in measure(cases, prompts, known)]
+            for at, of in enumerate(of_engine):
+                mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
+                rows[json.dumps(of)].append(dict(zip(map(str, BATCHES), mine, strict=True)))
+    machine = machine_of(model, work)
+    start = choose(machine, model, Asked(max_model_len=LENGTH))
+    settled = {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
+    kept = []
+    for of in options:
+        if runs := rows[json.dumps(of)]:
+            best = {batch: max(run[batch] for run in runs) for batch in runs[0]}
+            mine = all(settled[key] == value for key, value in of.items())
+            kept.append({"options": of, "chosen": mine, "rounds": len(runs), "measured": best,
+                         "planned": planned(machine, model, of)})  # fmt: skip
+    of_models = results.of.get("speeds", {})
+    told = {"machine": machine.model_dump(), "chosen": dict(start.options), "rows": kept}
+    results.keep("speeds", {**of_models, name: told})
+    return complete
 
 
-def starts(model: Model) -> list[dict[str, float]]:
-    """Return the seconds of a first and a second start.
-
-    They are the seconds until experts are ready, and until an engine answers.
-    """
-    program = (
-        "import sys; from vllm import LLM, SamplingParams; llm = LLM(sys.argv[1], quantization='dymoe', "
-        f"max_model_len={LENGTH}, enforce_eager=True); llm.generate(['a'], SamplingParams(max_tokens=1))"
-    )
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "DYMOE_STORE_DIR": folder, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
-        }  # fmt: skip
-        for _ in range(2):
-            begin = time.perf_counter()
-            command = [sys.executable, "-c", program, model.name]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-            said = re.search(r"Experts were ready after ([\d.]+) s", done.stdout + done.stderr)
-            assert said is not None
-            found.append({"experts": float(said[1]), "engine": time.perf_counter() - begin})
+def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens per second of a request that are planned, by requests at once."""
+    given = {key: value for key, value in options.items() if key != "expert_budget"}
+    planner = Planner(machine, model, Asked(given, max_model_len=LENGTH))
+    setup, length, _ = planner.chosen()
+    found = {}
+    for batch in BATCHES:
+        plan = planner.tried(setup, length, batch, PROMPT + TOKENS // 2)
+        assert plan is not None
+        found[str(batch)] = 1 / plan.choice.tpot
     return found
 
 
-def report(results: dict[str, object]) -> None:
+def starts(work: Path, results: Results) -> None:
+    """Measure first and second starts of two models."""
+    found = {}
+    for name in ("shipped", WIDE):
+        store = work / "store" / name
+        subprocess.run(["rm", "-rf", str(store)], check=True)
+        skip = ", skip_tokenizer_init=True" if name == WIDE else ""
+        program = (
+            "import sys; from vllm import LLM, SamplingParams; llm = LLM(sys.argv[1], quantization='dymoe', "
+            f"max_model_len={LENGTH}, enforce_eager=True{skip}, additional_config={{'dymoe': {{'high': 4, "
+            "'expert_budget': 'top-k', 'host_store': 'pinned'}}); llm.generate([{'prompt_token_ids': [5, 6, 7]}], "
+            "SamplingParams(max_tokens=1, detokenize=False))"
+        )
+        environment = os.environ | {
+            "DYMOE_STORE_DIR": str(store), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+        }  # fmt: skip
+        found[name] = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            command = [sys.executable, "-c", program, str(folder_of(name, work))]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            said = re.search(r"Experts were ready after ([\d.]+) s", done.stdout + done.stderr)
+            if said is None:
+                raise SystemExit(done.stderr[-3000:])
+            found[name].append({"experts": float(said[1]), "engine": time.perf_counter() - begin})
+            forget(store)
+    results.keep("starts", {"cores": os.cpu_count(), "models": found, "weights": _weights(work)})
+
+
+def _weights(work: Path) -> dict[str, int]:
+    """Weights of experts, by model."""
+    shapes = {name: read_model(str(folder_of(name, work))).shape for name in ("shipped", WIDE)}
+    return {
+        name: shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate for name, shape in shapes.items()
+    }
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fills(work: Path, results: Results) -> None:
+    """Measure in turns: filling memory as a second start does, and reading the same bytes once."""
+    folder = work / "store" / "sizes"
+    model = read_model(str(folder_of(WIDE, work)))
+    experts = model.shape.packed((4,))
+    experts = type(experts)(tuple(range(QUOTED)), experts.num_experts, experts.top_k, experts.formats)
+    if not (folder / "dymoe_experts.json").is_file():
+        random_store(experts, StoreWriter(folder, Manifest(experts, "dummy", "sizes")), 0).close()
+    rows = []
+    for _ in range(2):
+        forget(folder)
+        reads = _seconds(lambda: read_once(folder))
+        forget(folder)
+        rows.append({"reads": reads, "fills": _seconds(lambda: fill(folder))})
+    results.keep("fills", {"layers": QUOTED, "nbytes": experts.stored_nbytes, "cores": os.cpu_count(), "rows": rows})
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def read_once(folder: Path) -> None:
+    """Read a store's files past the page cache, in large pieces, several at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from vllm_dymoe.cache.pages import map_bytes
+    from vllm_dymoe.cache.store.disk import read_direct, set_direct
+
+    piece, files = 4 << 20, []
+    for path in sorted(folder.glob("*.safetensors")):
+        file = os.open(path, os.O_RDONLY)
+        set_direct(file, direct=True)
+        files.append((file, os.fstat(file).st_size))
+    buffers = [map_bytes(piece) for _ in range(8)]
+
+    def read(number: int) -> None:
+        for file, size in files:
+            for begin in range(number * piece, size, 8 * piece):
+                read_direct(file, buffers[number], begin)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    for file, _ in files:
+        os.close(file)
+
+
+def fill(folder: Path) -> None:
+    """Fill host memory from a store, as a start with ``host_store`` "pinned" does."""
+    store = FileStore(folder)
+    cache = HostCache(store, whole_host_cache(store.experts))
+    cache.fill()
+    cache.close()
+
+
+def prefixes(work: Path, results: Results) -> None:
+    """Measure first tokens at three budgets: experts in memory, and behind an emulated link."""
+    prompts, found = read_prompts("shipped"), {}
+    for name, options in (("in memory", {}), ("behind a link of 2 GB/s", {"link_gbps": 2.0})):
+        engine = {"max_model_len": 768, "max_num_batched_tokens": 256}
+        rows = measure_prefixes(
+            str(folder_of("shipped", work)), prompts, ("25%", "50%", "100%"), options, engine, 640,
+            work / "prefixes" / str(len(found)),
+        )  # fmt: skip
+        found[name] = [{"budget": row["budget"], "length": row["length"], "chunks": row["chunks"],
+                        "measured": row["measured"], "wrong": wrong(row)} for row in rows]  # fmt: skip
+    results.keep("prefixes", found)
+
+
+def page(results: Results) -> None:
     """Write the tables."""
-    of = results["speeds"]
-    lines = [
-        [f"`{json.dumps(row['options'])}`" + " **chosen**" * row["chosen"], f"{row['planned']:.0f}",
-         f"{row['measured']:.0f}"]
-        for row in of["rows"]
-    ]  # fmt: skip
-    text = markdown(["options", "planned", "measured"], lines)
-    text += (
-        f"\n\nTokens per second of one request. What was chosen has {of['share_of_best']:.0%} of the best measured "
-        f"speed; planned is {of['planned_to_measured']:.2f} of measured."
+    of = results.of
+    cores = f"{os.cpu_count()} cores of {platform.machine()}"
+    if "speeds" in of:
+        put(HERE / "README.md", "speeds", _speeds(of["speeds"]))
+    if "starts" in of:
+        put(HERE / "README.md", "starts", _starts(of["starts"], cores))
+    if "fills" in of:
+        put(HERE / "README.md", "fills", _fills(of["fills"]))
+    if "prefixes" in of:
+        put(HERE / "README.md", "prefixes", _prefixes(of["prefixes"]))
+
+
+def _speeds(of: Mapping[str, Any]) -> str:
+    summary, plans, texts = [], [], []
+    for name in (name for name in NAMES if any(row["chosen"] for row in of.get(name, {"rows": ()})["rows"])):
+        rows = of[name]["rows"]
+        (mine,) = [row for row in rows if row["chosen"]]
+        best = {batch: max(row["measured"][batch] for row in rows) for batch in mine["measured"]}
+        shares = [f"{mine['measured'][batch] / best[batch]:.0%}" for batch in best]
+        summary.append([name, f"`{json.dumps(mine['options'])}`", str(len(rows)), *shares])
+        pairs = [(mine["planned"][batch], mine["measured"][batch]) for batch in best]
+        ratios = [f"{said:.0f}, {got:.0f} ({said / got:.2f})" for said, got in pairs]
+        plans.append([name, *ratios])
+        lines = [
+            [f"`{json.dumps(row['options'])}`" + " **chosen**" * row["chosen"],
+             *(f"{row['planned'][batch]:.0f}, {row['measured'][batch]:.0f}" for batch in best)]
+            for row in rows
+        ]  # fmt: skip
+        heads = ["options", *(f"{batch} at once" for batch in best)]
+        texts.append(f"{name}: planned, measured tokens/s of each request\n\n{markdown(heads, lines)}")
+    heads = [f"{batch} at once" for batch in BATCHES]
+    first = markdown(["model", "chosen", "of", *heads], summary)
+    second = markdown(["model", *heads], plans)
+    return (
+        f"The measured speed of what is chosen, as a share of the best combination's:\n\n{first}\n\n"
+        f"Planned and measured tokens/s of each request with what is chosen, and their ratio:\n\n{second}\n\n"
+        "<details><summary>Every combination</summary>\n\n" + "\n\n".join(texts) + "\n\n</details>"
     )
-    put(HERE / "README.md", "speeds", text)
-    first, second = results["starts"]
-    rows = [["first start", f"{first['experts']:.1f}", f"{first['engine']:.0f}"],
-            ["second start", f"{second['experts']:.1f}", f"{second['engine']:.0f}"]]  # fmt: skip
-    cores = f"{results['cores']} cores of {platform.machine()}"
-    put(HERE / "README.md", "starts", markdown([cores, "experts ready, s", "first answer, s"], rows))
+
+
+def _starts(of: Mapping[str, Any], cores: str) -> str:
+    lines = []
+    for name, (first, second) in of["models"].items():
+        rate = of["weights"][name] / first["experts"] / of["cores"]
+        label = f"{LAYERS} layers of Qwen3-30B-A3B's sizes" if name == WIDE else name
+        lines.append([label, f"{first['experts']:.1f}", f"{second['experts']:.1f}", f"{first['engine']:.0f}",
+                      f"{second['engine']:.0f}", f"{of['weights'][name] / 16 / rate:.1f}"])  # fmt: skip
+    heads = [cores, "experts ready, first start, s", "second", "first answer, first start, s", "second",
+             "first start with 16 cores, by count, s"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _fills(of: Mapping[str, Any]) -> str:
+    ratios = [row["fills"] / row["reads"] for row in of["rows"]]
+    lines = [[f"{row['reads']:.2f}", f"{row['fills']:.2f}", f"{row['fills'] / row['reads']:.2f}"] for row in of["rows"]]
+    return (
+        f"{of['layers']} layers, {of['nbytes'] / 1e9:.1f} GB:\n\n"
+        + markdown(["read once past the page cache, s", "second start fills memory, s", "ratio"], lines)
+        + f"\n\nMedian ratio {statistics.median(ratios):.2f}, where at most {MOST} is the aim."
+    )
+
+
+def _prefixes(of: Mapping[str, Any]) -> str:
+    lines = [
+        [f"{where}, {row['budget']}", *(f"{1e3 * row['measured'][name]:.1f}" for name in (*CASES, *DECODING)),
+         ", ".join(row["wrong"]) or "nothing"]
+        for where, rows in of.items() for row in rows
+    ]  # fmt: skip
+    heads = ["experts, budget", *(f"{name}, ms" for name in (*CASES, *DECODING)), "slower than it should be"]
+    (some, *_) = [row for rows in of.values() for row in rows]
+    return f"Prompts of {some['length']} tokens in {some['chunks']} chunks:\n\n{markdown(heads, lines)}"
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure a part, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="benchmarks/tiny_moe/model")
+    parser.add_argument("part", choices=("speeds", "starts", "fills", "prefixes", "page", "models"))
+    parser.add_argument("models", nargs="*", default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", type=Path, help="folder of rows; the same one to go on")
+    parser.add_argument("--minutes", type=float, default=1e3)
+    parser.add_argument("--retune", action="store_true", help="measure the machine again")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "serve")
     given = parser.parse_args()
-    model = read_model(given.model)
-    with tempfile.TemporaryDirectory() as temporary:
-        work = given.work or Path(temporary)
-        results = {"model": given.model, "cores": os.cpu_count(), "speeds": speeds(model, given.rounds, work),
-                   "starts": starts(model)}  # fmt: skip
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    report(results)
+    given.work.mkdir(parents=True, exist_ok=True)
+    results, end = Results(), time.time() + 60 * given.minutes
+    if given.part == "models":
+        print([str(folder_of(name, given.work)) for name in given.models])
+    elif given.part == "speeds":
+        if given.retune:
+            for name in given.models:
+                machine_of(read_model(str(folder_of(name, given.work))), given.work, retune=True)
+        left = [name for name in given.models if not speeds(name, given.work, results, given.rounds, end)]
+        print("complete" if not left else f"left: {', '.join(left)}")
+    elif given.part != "page":
+        {"starts": starts, "fills": fills, "prefixes": prefixes}[given.part](given.work, results)
+    page(results)
 
 
 if __name__ == "__main__":

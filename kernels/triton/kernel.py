@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Decode, Receive, check_activations, check_formats
+from vllm_dymoe.kernels.base import Decode, Grouped, Receive, check_activations, check_formats
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
@@ -22,6 +22,7 @@ from vllm_dymoe.kernels.triton.launch import (
     decode_down,
     decode_gate_up,
     fastest_decode,
+    fastest_grouped,
     grouped_down,
     grouped_gate_up,
 )
@@ -61,6 +62,7 @@ class TritonKernel:
             of formats is compiled when a call uses it.
         decode: how experts of few tokens are computed; where precisions or card do not have this way, the next slower
             one is taken, see ``launch.fastest_decode``.
+        grouped: how experts of more tokens are computed, if their formats have this way.
 
     Raises:
         ValueError: the workspace is too small.
@@ -75,6 +77,7 @@ class TritonKernel:
         formats: Iterable[MatrixFormat] = (),
         *,
         decode: Decode = Decode.PLAIN,
+        grouped: Grouped = Grouped.PLAIN,
     ) -> None:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
@@ -88,7 +91,7 @@ class TritonKernel:
         self.step: TritonStep
         self._compiled: set[tuple[ExpertShape, frozenset[int], Activation]] = set()
         self.asynchronous = self.device.type == "cuda"
-        self._architecture, self._decode = architecture_of(self.device), decode
+        self._architecture, self._decode, self._grouped = architecture_of(self.device), decode, grouped
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step, see :class:`vllm_dymoe.kernels.base.ExpertKernel`."""
@@ -236,6 +239,10 @@ class TritonKernel:
     def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int], tokens: int = SMALL_BATCH_ROWS) -> Tiles:
         """Return sizes of programs for experts with at most so many tokens."""
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
+        ordered, sizes = bool(shape.act_order), (shape.hidden, shape.intermediate)
+        fastest = fastest_grouped(precisions, sizes, self._architecture, act_order=ordered)
+        if min(self._grouped, fastest) is Grouped.IN_REGISTERS:
+            tiles = tiles.in_registers()
         if self._decode_of(precisions) is Decode.PLAIN:
             return tiles
         return tiles.on_tensor_cores(tokens)

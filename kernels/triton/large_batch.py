@@ -83,7 +83,7 @@ def plan_large_batch_on_gpu(
         plan["addresses"].stride(0),
     )  # fmt: skip
     columns = *(table[name] for name in _OF_TABLE), *(plan[name] for name in _OF_PLAN)
-    constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": tuple(steps)}
+    constants = {"COUNTERS": table["counters"].shape[1], "SLICES": shape.slices, "STEPS": (shape.decoded, *steps)}
     start(
         list_kernel, (shape.groups, classes), (*columns, large["spans"], large["work"], *numbers),
         {"EXPERTS": shape.experts, "WIDTH": width, **constants, "GROUPS": shape.streamed_groups > 0}, options,
@@ -165,7 +165,7 @@ def list_kernel(
         long: elements of a list.
         apart: items from one slice to the next.
         addresses_apart: numbers from one slice's addresses to the next one's.
-        STEPS: positions of each class.
+        STEPS: positions of an item of the first class, then most positions of an expert in it and of an item in others.
         GROUPS: whether there is more than one group.
     """
     own_group = tl.program_id(0)
@@ -200,12 +200,12 @@ def list_kernel(
     if GROUPS:
         which = tl.where(keeping, 1, which)
 
-    kind = tl.where(length > STEPS[0], 1, 0)
-    step = 2
-    for middle in tl.static_range(1, len(STEPS)):
-        if middle < len(STEPS) - 1:
-            kind += tl.where(length > STEPS[middle], 1, 0)
-        step = tl.where(own_class == middle, STEPS[middle], step)
+    kind = tl.where(length > STEPS[1], 1, 0)
+    step = STEPS[0]
+    for middle in tl.static_range(1, len(STEPS) - 1):
+        if middle < len(STEPS) - 2:
+            kind += tl.where(length > STEPS[middle + 1], 1, 0)
+        step = tl.where(own_class == middle, STEPS[middle + 1], step)
     kind = tl.minimum(kind, classes - 1)
     few = tl.where(kind == 0, length, 0)
     many = length - few

@@ -8,6 +8,7 @@ step has is not launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +60,8 @@ class TritonLargeBatch:
         scratch: Callable[[int, int], Scratch],
         disk_queue: DeviceQueue | None = None,
     ) -> None:
-        self.shape, self._table, self._tiles, self._activation = shape, table, tiles, activation
+        self.shape = shape = replace(shape, decoded=tiles.gate_up.positions)
+        self._table, self._tiles, self._activation = table, tiles, activation
         self._disk_queue = disk_queue
         device, self._inner = table(0)["precision"].device, experts.intermediate
         self._steps = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)

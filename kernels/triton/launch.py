@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
-from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
+from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, STEPS, UPPER_HALVES, WHOLE
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Decode
+from vllm_dymoe.kernels.base import Decode, Grouped
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_up_kernel
@@ -181,6 +181,19 @@ def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
     if architecture < 80 or 16 in precisions:
         return Decode.PLAIN
     return Decode.DEPENDENT if architecture >= 90 else Decode.TENSOR_CORES
+
+
+def fastest_grouped(
+    precisions: Collection[int], columns: Collection[int], architecture: int, *, act_order: bool
+) -> Grouped:
+    """Return the fastest way to compute more tokens of experts of some precisions and columns on a card.
+
+    ``mma_grouped`` has integer codes only, whose columns are in their order, and copies eight of them at a time.
+    """
+    integers = all(tag in STEPS for tag in precisions)
+    if architecture < 80 or not integers or act_order or any(number % 8 for number in columns):
+        return Grouped.PLAIN
+    return Grouped.IN_REGISTERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,14 +394,38 @@ def _grouped(
         raise ValueError("table has destinations, but only the decode kernels fetch through")
     if len(work.items):
         addresses, _, residual, _ = table.places
-        width = min(tile.block_k, table.shape.group_size)
-        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": width}
+        constants, options = sizes | table.constants, {"num_warps": tile.warps}
+        outputs = tile.block_n
+        if tile.in_registers:
+            shape = table.shape
+            if (
+                fastest_grouped(
+                    table.precisions, (shape.hidden, shape.intermediate), 80, act_order=bool(shape.act_order)
+                )
+                is Grouped.PLAIN
+            ):
+                raise ValueError(
+                    "tile dequantizes in registers, which is for integer codes in the order of columns, and for sizes "
+                    "that are multiples of 8"
+                )
+            # Imported here: the interpreter has no Gluon, and other launches do not need it.
+            from vllm_dymoe.kernels.triton.mma_grouped import mma_grouped_down_kernel, mma_grouped_gate_up_kernel
+
+            if kernel is grouped_gate_up_kernel:
+                kernel, outputs = mma_grouped_gate_up_kernel, outputs // (1 + table.shape.has_gate)
+            else:
+                kernel = mma_grouped_down_kernel
+            del constants["ORDERED"]
+        else:
+            width = min(tile.block_k, table.shape.group_size)
+            constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": width}
+            options["num_stages"] = tile.stages
         start(
             kernel,
-            (len(work.items), -(-sizes["ROWS"] // tile.block_n)),
+            (len(work.items), -(-sizes["ROWS"] // outputs)),
             (*states, addresses, residual, table.bits, work.items, index),
-            {**sizes, **table.constants, **blocks},
-            {"num_warps": tile.warps, "num_stages": tile.stages},
+            constants,
+            options,
         )
 
 

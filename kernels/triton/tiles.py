@@ -72,6 +72,8 @@ class GroupedTile:
     block_k: int  # a power of two from 16 on; a group's size if that is smaller
     warps: int  # 4 or 8
     stages: int  # steps in flight
+    in_registers: bool = False
+    """Weights are dequantized in registers (``mma_grouped``), on a tile of 64 positions and 256 rows."""
 
     def __post_init__(self) -> None:
         _check_warps(self.warps)
@@ -106,6 +108,11 @@ class Tiles:
             for tile in (self.gate_up, self.down)
         )
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
+
+    def in_registers(self) -> "Tiles":
+        """Return these sizes for large batches whose weights are dequantized in registers."""
+        tile = (GroupedTile(64, 256, 64, 4, 3, in_registers=True),)
+        return replace(self, grouped_gate_up=tile, grouped_down=tile)
 
     def shared(self, hidden: int, intermediate: int, *, weighted: bool = False) -> tuple[int, int]:
         """Return what programs share per decoded position.

@@ -1,16 +1,30 @@
 """``quantize``, ``inspect`` and ``plan`` with the tensor names and nested configurations of supported families."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from tests.cli.checkpoints import EXPERTS, INTERMEDIATE, MOE_LAYERS, TOP_K, command, make_model, quantized, sections
+from tests.cli.checkpoints import (
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    MOE_LAYERS,
+    NAMES,
+    TOP_K,
+    command,
+    make_model,
+    quantized,
+    refused,
+    sections,
+)
 from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.model import read_shape
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.tensors import CheckpointError, read_tensors
+from vllm_dymoe.quantize.tensors import read_tensors
 
 # Settings that ``plan`` needs in addition to those for packing.
 PLANNED = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "first_k_dense_replace": 1}
@@ -98,17 +112,46 @@ def test_a_family_is_quantized_inspected_and_planned(tmp_path, style, change):
     assert index["weight_map"].keys() == model.tensors.keys() - packed
 
 
-def test_experts_of_two_modalities_are_planned_and_refused_by_quantize(tmp_path):
-    """Ernie-4.5-VL's configuration lists one number for text and one for images."""
-    model = make_model(tmp_path / "model")
-    model.config |= PLANNED | {"moe_num_experts": [EXPERTS, EXPERTS], "moe_intermediate_size": [INTERMEDIATE, 32]}
-    model.config["moe_layer_start_index"] = [1, 1]
+def with_pictures(folder, experts, width):
+    """Ernie-4.5-VL: experts of a second modality, of another number and width, named after those of text."""
+    model = make_model(folder)
+    model.config |= PLANNED | {"moe_num_experts": [EXPERTS, experts], "moe_intermediate_size": [INTERMEDIATE, width]}
+    model.config |= {"moe_layer_start_index": [1, 1], "moe_k": TOP_K}
     del model.config["num_experts"], model.config["first_k_dense_replace"]
+    generator, pictures = torch.Generator().manual_seed(2), {}
+    for position, layer in enumerate(MOE_LAYERS):
+        for expert, (projection, word) in itertools.product(range(experts), enumerate(NAMES["separate"])):
+            rows, columns = (HIDDEN, width) if projection == Projection.DOWN else (width, HIDDEN)
+            weight = torch.randn(rows, columns, generator=generator).bfloat16()
+            model.tensors[f"model.layers.{layer}.mlp.experts.{EXPERTS + expert}.{word}.weight"] = weight
+            pictures[position, expert, projection] = weight
     model.save()
+    return model, pictures
+
+
+def test_experts_of_two_modalities_are_quantized_inspected_and_planned(tmp_path):
+    """Layers of the second follow all others by number, and stand after their own by order, as vLLM makes them."""
+    most, width, (first, second) = EXPERTS + 2, 32, MOE_LAYERS
+    model, pictures = with_pictures(tmp_path / "model", most, width)
     shape = read_shape(str(model.folder))
-    assert (shape.moe_layers, shape.experts, shape.intermediate) == (len(MOE_LAYERS), EXPERTS, INTERMEDIATE)
-    with pytest.raises(CheckpointError, match="modalities"):
-        Checkpoint.open(model.folder).model_experts((16,), 64, torch.bfloat16)
+    assert (shape.moe_layers, shape.experts, shape.intermediate) == (len(MOE_LAYERS), EXPERTS + most, INTERMEDIATE)
+    layers = [first, first + 3, second, second + 3]
+    found = json.loads(command("inspect", model.folder, "--json").stdout)
+    assert (found["layers"], found["num_experts"], found["top_k"]) == (layers, most, TOP_K)
+    quantized(model, tmp_path / "out", "--high", 16)
+    for (position, expert, projection), matrix, section in sections(tmp_path / "out", 16):
+        mine, weight = model.experts if position % 2 == 0 else pictures, matrix.view(section.clone()).weight
+        own = mine.get((position // 2, expert, projection), torch.empty(0, 0).bfloat16())
+        assert torch.equal(weight[: own.shape[0], : own.shape[1]], own)
+        assert weight.count_nonzero() == own.count_nonzero(), "the rest is zeros"
+    assert FileStore(tmp_path / "out").experts.layers == tuple(layers)
+
+
+def test_experts_of_two_modalities_may_lack_none(tmp_path):
+    model, _ = with_pictures(tmp_path / "model", EXPERTS, 32)
+    model.config["moe_num_experts"] = [EXPERTS, EXPERTS + 1]
+    model.save()
+    assert f"expert {EXPERTS} in layer {MOE_LAYERS[0] + 3}" in refused("quantize", model.folder, "-o", tmp_path / "out")
 
 
 def test_a_folder_without_sizes_is_no_model_to_plan(tmp_path):

@@ -96,7 +96,7 @@ def test_what_cannot_be_served_is_a_sentence(folder, machine, words, said):
 def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):
     started = []
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr("vllm_dymoe.cli.serve.machine_here", lambda probe, kept, retune: CPU)
+    monkeypatch.setattr("vllm_dymoe.plan.here.machine_here", lambda probe, kept, retune: CPU)
     monkeypatch.setattr(os, "execve", lambda program, words, environment: started.append((words, environment)))
     first = command("serve", folder, "--port", "8001")
     assert first.exit_code == 0, first.output
@@ -104,7 +104,7 @@ def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):
     assert words[1:5] == ["serve", str(folder), "--port", "8001"]
     assert options_of(words)["dymoe"]["expert_budget"] == "top-k"
     assert int(environment["VLLM_CPU_KVCACHE_SPACE"]) >= 1
-    monkeypatch.setattr("vllm_dymoe.cli.serve.choose", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr("vllm_dymoe.plan.here.choose", lambda *_: pytest.fail("chosen again"))
     assert command("serve", folder, "--port", "8001", "--dry-run").stdout == first.stdout
     for changed in (["--retune"], ["--max-model-len", "4096"]):
         with pytest.raises(pytest.fail.Exception, match="chosen again"):

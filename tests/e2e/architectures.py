@@ -15,7 +15,7 @@ import transformers
 from tests.e2e.engines import VOCABULARY
 
 _HIDDEN = 128
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": _HIDDEN,
     "num_hidden_layers": 2,
@@ -42,18 +42,18 @@ class Architecture:
         With ``fused``, one tensor holds all experts of a layer, as in the memory of transformers 5, instead of the
         tensors that checkpoints of this architecture have.
         """
-        config = getattr(transformers, self.config)(**(_COMMON | self.sizes))
+        config = getattr(transformers, self.config)(**(COMMON | self.sizes))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         for name, tensor in model.state_dict().items():
-            _fill(name, tensor)
+            fill(name, tensor)
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
         return folder
 
 
-def _fill(name: str, tensor: torch.Tensor) -> None:
+def fill(name: str, tensor: torch.Tensor) -> None:
     """Scale the weights so that experts matter: with transformers' own small weights the residual stream hides them."""
     if name.endswith(("bias", "sinks")):
         tensor.normal_(std=0.3)
@@ -184,3 +184,39 @@ QWEN3_NEXT = Architecture(
     },
 )
 """Linear attention in every second layer."""
+
+EXAONE_MOE = Architecture(
+    "ExaoneMoeConfig",
+    # Without swiglu_limits: vLLM's experts on a CPU (0.32) do not clamp.
+    {
+        "intermediate_size": 192,
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 32,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        # In layers with full attention alone transformers has no positions, and vLLM does.
+        "layer_types": ["sliding_attention", "sliding_attention"],
+        "sliding_window": 512,
+    },
+)
+
+GEMMA4 = Architecture(
+    "Gemma4TextConfig",
+    {
+        "intermediate_size": 192,
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "layer_types": ["full_attention", "full_attention"],
+        "head_dim": 32,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+)

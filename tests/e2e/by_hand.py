@@ -2,11 +2,12 @@
 
     python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
-A name is an architecture at 16 bits; a kind is one of the published float formats or 4-bit integers. Each model is
-served three ways: by vLLM at 16 bits without the plugin (a kind: with dequantized weights), by vLLM alone as published,
-and with the plugin at 100 and at 30 % of the slots; those two must return the same bits. The results go into
-docs` makes the tables of docs/models.md, with what families.json says of each family. With --missing only those are
-tried that models.json does not have: so a run that was stopped goes on.
+A name is an architecture at 16 bits, or with "-pictures" one that sees them; a kind is one of the published float
+formats or 4-bit integers. Each model is served three ways: by vLLM at 16 bits without the plugin (a kind: with
+dequantized weights), by vLLM alone as published, and with the plugin at 100 and at 30 % of the slots; those two must
+return the same bits. The results go into models.json, from which `make docs` makes the tables of docs/models.md, with
+what families.json says of each family. With --missing only those are tried that models.json does not have: so a run
+that was stopped goes on.
 """
 
 import contextlib
@@ -23,9 +24,8 @@ from unittest import mock
 from vllm.model_executor.layers.fused_moe.router import router_factory
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from tests.e2e.architectures import ARCHITECTURES, QWEN3_NEXT, Architecture
+from tests.e2e.architectures import ARCHITECTURES, EXAONE_MOE, GEMMA4, QWEN3_NEXT, Architecture
 from tests.e2e.engines import (
-    VOCABULARY,
     answer,
     answers_at_budgets,
     check_logprobs_close,
@@ -33,6 +33,7 @@ from tests.e2e.engines import (
     server_of,
     small_engine,
 )
+from tests.e2e.pictures import SEEING, TAKES_PICTURES, Seeing
 from tests.e2e.quantized import check_store, write
 from tests.quantize.readers.kinds import FLOATS, INTEGERS
 
@@ -65,11 +66,7 @@ _MLA = {
     "num_key_value_heads": 4,
 }
 MORE = {
-    "exaone-moe": Architecture(
-        "ExaoneMoeConfig",
-        # Without swiglu_limits: vLLM's experts on a CPU (0.32) do not clamp.
-        _MOE | _DENSE_FIRST | _ATTENTION | {"first_k_dense_replace": 1},
-    ),
+    "exaone-moe": EXAONE_MOE,
     "lfm2-moe": Architecture(
         "Lfm2MoeConfig", _MOE | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
     ),
@@ -96,18 +93,7 @@ MORE = {
         },
     ),
     "granite-moe-shared": Architecture("GraniteMoeSharedConfig", _GRANITE),
-    "gemma4": Architecture(
-        "Gemma4TextConfig",
-        _MOE
-        | _ATTENTION
-        | {
-            "enable_moe_block": True,
-            "top_k_experts": 2,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "global_head_dim": 32,
-        },
-    ),
+    "gemma4": GEMMA4,
     "hunyuan-moe": Architecture("HunYuanMoEV1Config", _MOE | {"intermediate_size": 96, "moe_topk": 2}),
     "flex-olmo": Architecture("FlexOlmoConfig", _MOE | {"intermediate_size": 96}),
     "qwen3-next": QWEN3_NEXT,
@@ -164,6 +150,26 @@ MORE = {
         },
     ),
     "longcat": Architecture("LongcatFlashConfig", _MOE | _MLA | {"q_lora_rank": 64}),
+    "ax-k1": Architecture(
+        "AXK1Config",
+        _MOE | _MLA | {"q_lora_rank": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+        written={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    ),
+    "dbrx": Architecture(
+        "DbrxConfig",
+        {
+            "d_model": 128,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 512,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+    ),
+    "hy-v4": Architecture("HYV4Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
+    "inkling": Architecture("InklingTextConfig", _MOE | _DENSE_FIRST),
+    "minimax-m3": Architecture("MiniMaxM3VLTextConfig", _MOE | _DENSE_FIRST | {"rotary_dim": 16}),
+    "deepseek-v4": Architecture("DeepseekV4Config", _MOE | {"q_lora_rank": 64, "head_dim": 128}),
 }
 
 
@@ -185,6 +191,10 @@ QUANTIZED = (
 )
 
 
+PICTURES: dict[str, Any] = {f"{name}-pictures": model for name, model in SEEING.items()}
+MODELS: dict[str, Any] = MORE | ARCHITECTURES | PICTURES
+
+
 @contextlib.contextmanager
 def sigmoid_routers() -> Iterator[None]:
     """vLLM's CPU build routes by sigmoids only within groups of experts; one group of all experts is equivalent."""
@@ -201,8 +211,10 @@ def sigmoid_routers() -> Iterator[None]:
 
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     """Results for one architecture, by case: a sentence each."""
-    architecture = (MORE | ARCHITECTURES)[name]
-    experts = None
+    architecture, experts = MODELS[name], None
+    sees = isinstance(architecture, Seeing)
+    prompts = architecture.prompts(LENGTHS) if sees else random_prompts(LENGTHS)
+    settings = TAKES_PICTURES if sees else {}
     try:
         if kind:
             experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind not in ("gptq-ordered", "int8"))
@@ -211,15 +223,15 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     except Exception as error:
         return {"failed": f"transformers does not write it: {_line(error)}"}
     served = folder / ("quantized" if kind else "plain")
-    theirs, why = _of_vllm(folder / "plain")
+    theirs, why = _of_vllm(folder / "plain", prompts, settings)
     if theirs is None:
         return {"failed": f"vLLM's CPU build does not run it: {why}"}
-    alone, why = _of_vllm(served) if kind else (theirs, "")
+    alone, why = _of_vllm(served, prompts, settings) if kind else (theirs, "")
     try:
-        with small_engine(served, {} if kind else {"high": 16}) as llm:
+        with small_engine(served, {} if kind else {"high": 16}, **settings) as llm:
             if experts is not None:
                 check_store(server_of(llm).store, experts)
-            ours = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, random_prompts(LENGTHS), 12))
+            ours = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, prompts, 12))
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"refused or failed: {_line(error)}"}
@@ -229,11 +241,11 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     }
 
 
-def _of_vllm(model: Path) -> tuple[Any, str]:
+def _of_vllm(model: Path, prompts: list[Any], settings: dict[str, Any]) -> tuple[Any, str]:
     """vLLM's own answers, or None and the reason why there are none."""
     try:
-        with small_engine(model) as llm:
-            return answer(llm, random_prompts(LENGTHS), 12), ""
+        with small_engine(model, **settings) as llm:
+            return answer(llm, prompts, 12), ""
     except Exception as error:
         return None, _line(error)
 
@@ -257,7 +269,11 @@ def recorded() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if name != "--missing"] or [*MORE, *QUANTIZED]
+    names = [name for name in sys.argv[1:] if name != "--missing"] or [
+        *MORE,
+        *(name for name in MODELS if name.endswith("-pictures")),
+        *QUANTIZED,
+    ]
     for chosen in names:
         if "--missing" in sys.argv and chosen in recorded():
             continue

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,10 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.support import forked
 from tests.support.instead import Instead
 
 # vLLM reads this when it is imported: the engine core stays in this process, so that tests can inspect the server.
@@ -49,6 +50,9 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
     from vllm import LLM, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from tests.support.preloaded import freeze
+
+    freeze()
     envs.disable_envs_cache()  # an earlier engine has cached the environment for good
     if dymoe is not None:
         settings = {"quantization": "dymoe", "additional_config": {"dymoe": dymoe}} | settings
@@ -58,8 +62,11 @@ def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **set
         "max_num_seqs": 32,
         "enable_prefix_caching": False,
         "max_logprobs": 10,
+        "kv_cache_memory_bytes": 128 << 20,
     }
-    llm = LLM(model=str(model), **(defaults | settings))
+    with mock.patch.dict(os.environ), forked.instead_of_spawn():
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would take precedence
+        llm = LLM(model=str(model), **(defaults | settings))
     try:
         yield llm
     finally:
@@ -75,7 +82,7 @@ def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: A
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
     """Return what ``function`` returns, for engines whose leftovers would break vLLM's next engine in this process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.FORKED) as pool:
         return pool.submit(function, *arguments).result(timeout)
 
 

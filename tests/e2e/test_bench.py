@@ -1,18 +1,36 @@
 """``vllm-dymoe bench`` on the shipped model: rows through real engines, and a second run that finds them done."""
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.checkpoints import command
 from tests.e2e.engines import MODEL, needs_two_cores
+from tests.support.forked import run_module
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.rows import read_rows
 
 pytestmark = pytest.mark.engine
 
 
-def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """Collect the commands of engines, which are forked; the last test starts its own as a user's command does."""
+    started = []
+
+    def start(command, **how):
+        if command[1] != "-m":
+            return subprocess.run(command, **how)
+        started.append(command)
+        return run_module(command, **how)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=start, STDOUT=subprocess.STDOUT))
+    return started
+
+
+def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch, started):
     asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%",
              "--batch", 1, "--batch", 2, "--requests", 2, "--warm-up", 1, "--max-tokens", 6, "--out", tmp_path,
              "--engine", '{"max_model_len": 256}']  # fmt: skip
@@ -26,6 +44,7 @@ def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch):
         assert full["decode"]["misses"] == 0
         assert exact["decode"]["misses"] > 0
         assert exact["decode_tokens"] == 2 * 5
+    assert len(started) == 2
     table = (tmp_path / "table.md").read_text()
     assert table.count("\n| ") == 2 + len(rows)
     monkeypatch.setattr(run, "run_job", lambda job, folder: pytest.fail(json.dumps(job)[:200]))
@@ -34,11 +53,12 @@ def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch):
 
 
 @needs_two_cores
-def test_engines_of_data_parallelism_are_one_row(tmp_path):
+def test_engines_of_data_parallelism_are_one_row(tmp_path, started):
     asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
              "--dp", 2, "--ep", "--engine", '{"max_model_len": 256}', "--out", tmp_path]  # fmt: skip
     result = command(*map(str, asked))
     assert result.exit_code == 0, result.output
+    assert len(started) == 2
     for row in read_rows(tmp_path / "rows.jsonl")[1:]:
         measured = row["measured"]
         assert len(measured["outputs"]) == 4, "each engine has as many"

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
@@ -21,6 +20,7 @@ from tests.e2e.engines import (
     server_of,
 )
 from tests.e2e.test_server import free_port
+from tests.support.forked import FORKED
 from vllm_dymoe.cache.store import StoreError
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
@@ -119,7 +119,7 @@ def engines(tmp_path_factory):
 
 def serve_two(folder, options, **settings):
     port = free_port()
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=FORKED) as pool:
         running = [pool.submit(serve, rank, port, folder, options, settings) for rank in (0, 1)]
         try:
             return [one.result(400) for one in running]

@@ -1,13 +1,22 @@
 """Multi-token prediction layers whose experts have another format than the model's, through the real engine."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.architectures import QWEN3_NEXT
-from tests.e2e.engines import answer, answers_at_budgets, random_prompts, resize, server_of, small_engine
+from tests.e2e.architectures import QWEN3_NEXT, Architecture
+from tests.e2e.engines import (
+    answer,
+    answers_at_budgets,
+    equal_share,
+    random_prompts,
+    resize,
+    server_of,
+    small_engine,
+)
 from tests.e2e.quantized import write
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.options import Options
@@ -16,32 +25,37 @@ from vllm_dymoe.quantize.convert import convert
 
 pytestmark = pytest.mark.engine
 
+LEFT_OUT = r"-:.*mtp.*", r"-:.*(attn|shared_expert|mlp\.gate|lm_head).*"
 SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
 
-def add_drafts(folder):
-    """A 16-bit draft layer as in published checkpoints, and a quantization config that excludes it, except for
-    ``mtp.fc``, which its list forgets.
+def add_drafts(folder, **excluding):
+    """A 16-bit draft layer as in published checkpoints, and changes to the quantization config that exclude it.
+
+    Those of ModelOpt, unless others are given, forget ``mtp.fc``.
     """
     tensors = load_file(folder / "model.safetensors")
     last = "model.layers.1."
     generator = torch.Generator().manual_seed(1)
 
-    def random(shape):
-        return (torch.randn(shape, generator=generator) * 0.1).bfloat16()
-
     plain = load_file(folder.parent / "plain" / "model.safetensors")
+    dtype = plain["model.norm.weight"].dtype
+
+    def random(shape):
+        return (torch.randn(shape, generator=generator) * 0.1).to(dtype)
+
     extra = {name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in plain.items() if last in name}
     hidden = plain["model.norm.weight"].shape[0]
     extra |= {
-        f"mtp.{name}.weight": torch.zeros(hidden).bfloat16()
+        f"mtp.{name}.weight": torch.zeros(hidden, dtype=dtype)
         for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
     }
     extra["mtp.fc.weight"] = random((hidden, 2 * hidden))
     save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    if "quantization_config" in config:
-        config["quantization_config"]["ignore"] += ["mtp.layers.0*"]
+    config["quantization_config"] |= excluding or {
+        "ignore": [*config["quantization_config"]["ignore"], "mtp.layers.0*"]
+    }
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
@@ -80,6 +94,50 @@ def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
         server = server_of(llm)
         assert server.experts.draft_layers == 1
         assert answers(llm) == want
+
+
+@dataclass(frozen=True)
+class Separate(Architecture):
+    """A model whose stacks [experts, rows, columns] are written as by tools that quantize: one tensor a projection."""
+
+    def save(self, folder):
+        super().save(folder)
+        tensors, found = load_file(folder / "model.safetensors"), {}
+        for name, tensor in tensors.items():
+            place, _, joined = name.rpartition(".")
+            words = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(joined)
+            if not place.endswith(".experts") or words is None:
+                found[name] = tensor
+                continue
+            for expert, stack in enumerate(tensor):
+                parts = zip(words, stack.chunk(len(words)), strict=True)
+                found |= {f"{place}.{expert}.{word}.weight": part.contiguous() for word, part in parts}
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
+def in_bfloat16(folder):
+    tensors, path = load_file(folder / "model.safetensors"), folder / "config.json"
+    half = {name: tensor.bfloat16() for name, tensor in tensors.items() if tensor.dtype == torch.float16}
+    save_file(tensors | half, folder / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+
+
+def test_drafts_that_a_rule_of_gptq_leaves_out_take_slots_of_the_budget(tmp_path):
+    """vLLM gives Qwen3.5's drafts no quantization configuration then; without one, no expert comes to the plugin."""
+    write(Separate("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes), "gptq", tmp_path)
+    for name in ("plain", "quantized"):
+        in_bfloat16(tmp_path / name)  # vLLM's linear attention computes in nothing else on a CPU
+    add_drafts(tmp_path / "quantized", dynamic={rule: {} for rule in LEFT_OUT})
+    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
+        want = answer(llm, random_prompts(), 12)
+    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}, **SPECULATION) as llm:
+        server = server_of(llm)
+        assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
+        check_draft(server, load_file(tmp_path / "quantized" / "model.safetensors"))
+        got = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, random_prompts(), 12))
+    # Linear attention sums several tokens of a step in another order. Measured: 42 of 43.
+    assert equal_share(got, want) > 0.9
 
 
 @pytest.mark.parametrize("policy", ["exact", "duoserve"])

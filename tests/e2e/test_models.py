@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.cache.store.stores import read
-from tests.e2e.architectures import ARCHITECTURES, NEMOTRON_H
+from tests.e2e.architectures import ARCHITECTURES, EXAONE_MOE, NEMOTRON_H
 from tests.e2e.engines import (
     answer,
     answers_at_budgets,
@@ -130,6 +130,40 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
     # bf16 against float32: now and then a router chooses differently. Without experts nearly all tokens would differ.
     assert share_of_likeliest(model, read, [ours.tokens for ours in given]) > 0.8
+
+
+LIMITS = [0.6, 0.3]  # of the dense layer, and of the experts; without a clamp, activations are three times as large
+
+
+def clamp(model):
+    """Let transformers' model, which has no limits, clamp as vLLM's layers do: gate from above, up on both sides."""
+    for layer, limit in zip(model.model.layers, LIMITS, strict=True):
+        for module in layer.mlp.modules():
+            if hasattr(module, "gate_up_proj"):
+                module._apply_gate = lambda both, limit=limit: clamped(*both.chunk(2, -1), limit)
+            elif hasattr(module, "gate_proj"):
+                module.forward = lambda x, m=module, limit=limit: m.down_proj(
+                    clamped(m.gate_proj(x), m.up_proj(x), limit)
+                )
+    model.set_experts_implementation("batched_mm")  # the only one that asks _apply_gate on any CPU
+
+
+def clamped(gate, up, limit):
+    return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def test_a_clamp_that_vllm_leaves_out_on_a_cpu_agrees_with_transformers_at_every_budget(tmp_path):
+    """vLLM's dense layers clamp everywhere, its experts on GPUs alone."""
+    folder = replace(EXAONE_MOE, written={"swiglu_limits": LIMITS}).save(tmp_path / "model")
+    with small_engine(folder, {"high": 16}) as llm:
+        given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    read, said = [prompt["prompt_token_ids"] for prompt in random_prompts()], [ours.tokens for ours in given]
+    plain = share_of_likeliest(model, read, said)
+    clamp(model)
+    right = share_of_likeliest(model, read, said)
+    assert right > 0.8
+    assert plain < right - 0.2, "the limits change nothing"
 
 
 def save_with_drafts(folder):

@@ -95,28 +95,29 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
 
 
 def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
-    """As recipes leave a layer alone, and some down projections at more bits."""
+    """As recipes leave a layer alone, and some down projections, or gates without their up, at more bits."""
     model = ARCHITECTURES["qwen3-moe"]
-    experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 4}), "gptq", tmp_path)
+    experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 5}), "gptq", tmp_path)
     plain, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
     for number, name in enumerate(experts):
         if ".layers.1." in name:
             for part in ("qweight", "qzeros", "scales", "g_idx"):
                 del tensors[name.replace("weight", part)]
             experts[name] = tensors[name] = plain[name]
-        elif ".layers.3." in name and "down" in name:
+        elif (".layers.3." in name and "down" in name) or (".layers.2." in name and "gate" in name):
             experts[name] = random_integers(*plain[name].shape, 32, bits=8, symmetric=True, seed=number)
             tensors |= {name.replace("weight", part): tensor for part, tensor in gptq(experts[name]).items()}
             plain[name] = experts[name].dequantize()
     described = json.loads((tmp_path / "quantized" / "config.json").read_text())
-    described["quantization_config"] |= {"dynamic": {r".*layers\.3\..*down_proj": {"bits": 8}}}
+    eight = r".*layers\.3\..*down_proj", r".*layers\.2\..*gate_proj"
+    described["quantization_config"] |= {"dynamic": {pattern: {"bits": 8} for pattern in eight}}
     save(tmp_path / "quantized", described, tensors)
     save(tmp_path / "plain", json.loads((tmp_path / "plain" / "config.json").read_text()), plain)
     with small_engine(tmp_path / "plain") as llm:
         want = answers(llm)
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
         server = server_of(llm)
-        assert (server.options.stored_bits, server.experts.kinds) == ((4,), (0, 1, 0, 2))
+        assert (server.options.stored_bits, server.experts.kinds) == ((4,), (0, 1, 2, 3, 0))
         check_store(server.store, experts)
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
     check_logprobs_close(got, want)

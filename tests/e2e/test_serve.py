@@ -1,15 +1,21 @@
 """`vllm-dymoe serve` on this machine: what it prints, and a server that answers."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
+import time
 
 import openai
 import pytest
 
-from tests.e2e.engines import MODEL
+from tests.e2e.engines import MODEL, answer, engine, prompts, server_of
 from tests.e2e.test_server import BIN, Server, run_until_it_ends
+from vllm_dymoe.cache.store import MANIFEST
+from vllm_dymoe.quantize.packer import JOURNAL
 
 pytestmark = pytest.mark.engine
 
@@ -34,21 +40,17 @@ def test_the_choice_is_printed_and_the_same_again(cache):
 
 
 class OneCommand(Server):
-    """Started by this project's command in place of vLLM's."""
+    """Started by this project's command in place of vLLM's, as a user starts it."""
 
-    def __init__(self, log, environment):
-        real = subprocess.Popen
-
-        def popen(command, **how):
-            return real([BIN / "vllm-dymoe", *command[1:]], **{**how, "env": how["env"] | environment})
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "Popen", popen)
-            super().__init__(MODEL, log)
+    def launch(self, command, output, environment):
+        command = [BIN / "vllm-dymoe", *command]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
-def test_it_becomes_a_server_that_answers(cache, tmp_path):
-    server = OneCommand(tmp_path / "log", cache)
+def test_it_becomes_a_server_that_answers(cache, tmp_path, monkeypatch):
+    for name, value in cache.items():
+        monkeypatch.setenv(name, value)
+    server = OneCommand(MODEL, tmp_path / "log")
     try:
         server.wait_until_ready()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -59,5 +61,80 @@ def test_it_becomes_a_server_that_answers(cache, tmp_path):
     log = server.log.read_text()
     (line,) = [line for line in log.splitlines() if "is active" in line]
     assert "policy exact" in line
-    assert "high = 4 bits" in line
+    chosen = re.search(r"^precision +(\d+) bits", log, re.MULTILINE)[1]
+    assert f"high = {chosen} bits" in line
     assert "computed" in line or "CPU" in line
+
+
+START = """
+import os, sys
+from vllm import LLM, SamplingParams
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+options = {"dymoe": {"high": 8, "quantizer": "hqq"}}
+llm = LLM(sys.argv[1], quantization="dymoe", max_model_len=128, enforce_eager=True, additional_config=options)
+(answer,) = llm.generate(["The SELECT statement"], SamplingParams(max_tokens=8, temperature=0))
+print("ANSWER", answer.outputs[0].token_ids)
+"""
+
+
+def start(store, log):
+    environment = {**os.environ, "DYMOE_STORE_DIR": str(store), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with log.open("w") as output:
+        return subprocess.Popen([sys.executable, "-c", START, MODEL], stdout=output, stderr=output, env=environment)
+
+
+def test_a_first_start_that_is_killed_goes_on(tmp_path):
+    """With SIGKILL, when some layers are complete: the next start packs the others, and the answer is the same."""
+    store, log = tmp_path / "store", tmp_path / "log"
+    killed = start(store, log)
+
+    def packed():
+        return sum(len(path.read_text().splitlines()) - 1 for path in store.rglob(JOURNAL))
+
+    while killed.poll() is None and packed() < 2:
+        time.sleep(1e-3)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL, log.read_text()[-2000:]
+    before = packed()
+    assert 2 <= before < 8
+    assert not list(store.rglob(MANIFEST)), "a killed start leaves no store"
+    answers = []
+    for folder in (store, tmp_path / "other store"):
+        assert start(folder, log).wait() == 0, log.read_text()[-2000:]
+        said = log.read_text()
+        answers.append(re.search(r"^ANSWER .*$", said, re.MULTILINE)[0])
+        if folder == store:
+            assert f"of 8 layers {before} are packed already" in said
+            shown = re.findall(r"Quantizing experts: +(\d+)%", said)
+            assert int(shown[0]) == pytest.approx(100 * before / 8, abs=1), "progress goes on where it was"
+    assert answers[0] == answers[1]
+    assert not list(store.rglob(JOURNAL))
+
+
+def test_16_bit_experts_are_served_from_the_checkpoint(tmp_path):
+    store, answers = tmp_path / "store", []
+    for options in ({"host_store": "pinned"}, {"host_store": "file"}):
+        with engine(dymoe={"high": 16, "store_dir": str(store), **options}) as llm:
+            answers.append([found.tokens for found in answer(llm, prompts()[:4], 8)])
+            llm.collective_rpc("dymoe_check_integrity")
+            described = server_of(llm).store.files.description if "pinned" in options.values() else ""
+        if described:
+            assert described.startswith("the checkpoint's own files")
+            assert not list(store.rglob("*.safetensors")), "no second copy"
+    assert answers[0] == answers[1]
+    assert list(store.rglob("*.safetensors")), "a copy that a CPU maps"
+
+
+def test_where_nothing_is_set_the_choice_is_that_of_the_command(cache, tmp_path):
+    command = [BIN / "vllm-dymoe", "serve", MODEL, "--dry-run", "--max-model-len", "128"]
+    printed = run_until_it_ends(command, **cache).stdout
+    words = shlex.split(re.search(r"^(?:\w+=\S+ )*(vllm serve .*)$", printed, re.MULTILINE)[1])
+    options = json.loads(words[words.index("--additional-config") + 1])["dymoe"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", cache["VLLM_CACHE_ROOT"])
+        with engine(quantization="dymoe", max_model_len=128) as llm:
+            chosen = llm.llm_engine.vllm_config.additional_config["dymoe"]
+            assert {name: chosen[name] for name in options} == options
+            served = server_of(llm).options
+            assert served.high == options.get("high", served.high)
+            assert served.host_store == options["host_store"]

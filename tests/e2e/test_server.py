@@ -13,11 +13,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.engines import MODEL, prompts
 from tests.e2e.test_faults import cut, damaged
+from tests.support.forked import started
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.server.live import HEAT_BITS
@@ -47,21 +49,32 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+def run_vllm(arguments):
+    """What the ``vllm`` command runs."""
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *arguments]
+    main()
+
+
 class Server:
     def __init__(self, model, log, *arguments):
         self.log, self.port = log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [BIN / "vllm", "serve", model, "--port", str(self.port), "--host", "127.0.0.1"]
-        command += ["--served-model-name", "tiny", "--max-model-len", "512", "--enforce-eager", *arguments]
+        command = ["serve", str(model), "--port", str(self.port), "--host", "127.0.0.1", "--served-model-name", "tiny"]
+        command += ["--max-model-len", "512", "--enforce-eager", *arguments]
         # As for any user, the engine core is a process of its own, whatever other tests set.
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         environment |= {"VLLM_LOG_STATS_INTERVAL": "1", "VLLM_PLUGINS": "dymoe"}
         with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            self.process = psutil.Process(self.launch(command, output, environment).pid)
+
+    def launch(self, command, output, environment):
+        return started(run_vllm, command, output=output, env=environment)
 
     def wait_until_ready(self):
         for _ in range(360):
-            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-5000:]}"
+            assert not self.has_ended(), f"the server ended:\n{self.log.read_text()[-5000:]}"
             try:
                 if httpx.get(f"{self.url}/health").status_code == 200:
                     return
@@ -70,11 +83,14 @@ class Server:
             time.sleep(0.5)
         raise AssertionError(f"the server is not ready after 180 s:\n{self.log.read_text()[-5000:]}")
 
+    def has_ended(self):
+        return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
+
     def stop(self):
         self.process.terminate()
         try:
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             self.process.kill()
             raise
 

@@ -14,6 +14,10 @@ import torch
 if not os.access(Path.home(), os.W_OK):
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="dymoe-test-triton-"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.support.interpreter import quicken
+
+    quicken()
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_triton_*.py"]
 
 

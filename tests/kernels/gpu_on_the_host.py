@@ -27,11 +27,13 @@ import processes  # noqa: E402
 from layers import Model  # noqa: E402
 from parts import graphs, kernels, runtime, sanitizer, speeds  # noqa: E402
 
+from tests.support.interpreter import quicken  # noqa: E402
 from tests.support.launches import decode_as_launches  # noqa: E402
 from vllm_dymoe.kernels import Activation, make_kernel  # noqa: E402
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape  # noqa: E402
 from vllm_dymoe.server import expert_server  # noqa: E402
 
+quicken()
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000
 gpu.README = Path(os.environ.get("GPU_README", gpu.README))

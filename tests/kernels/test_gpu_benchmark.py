@@ -119,7 +119,8 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     others = {"combine", "place", "decide", "copy_spans", "count", "list", "place_pairs"}
     others |= {"post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
     others |= {"name_experts", "judge_predicted", "list_predicted", "copy_predicted"}
-    assert {row["kernel"] for row in kept} == {"grouped_gate_up", "grouped_down"} | others
+    grouped = {"grouped_gate_up", "grouped_down", "mma_grouped_gate_up", "mma_grouped_down"}
+    assert {row["kernel"] for row in kept} == grouped | others
 
 
 def test_only_what_is_compiled_makes_a_row_stale(variants):
@@ -191,6 +192,10 @@ def test_problems_are_found(compile_table):
     grouped = good | {"kernel": "grouped_down", "spill_bytes": 8, "barriers_in_loops": 2}
     assert "no tensor-core" in compile_table.problems(grouped)[0]
     assert compile_table.problems(grouped | {"tensor_cores": "mma"}) == []
+    in_registers = mma | {"kernel": "mma_grouped_down", "note": "m 64", "barriers_in_loops": 2, "instructions": 535}
+    assert compile_table.problems(in_registers) == []
+    for change in ({"instructions": 536}, {"barriers_in_loops": 3}, {"tensor_cores": ""}):
+        assert len(compile_table.problems(in_registers | change)) == 1
 
 
 @pytest.mark.parametrize(

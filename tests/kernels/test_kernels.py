@@ -13,7 +13,7 @@ from benchmarks.gpu.experts import compute_experts
 from tests.kernels.matrices import ACTIVATIONS, KINDS, MIXED, PackedExpert, check_mix, in_one_section, random_expert
 from vllm_dymoe.experts.encoding import LATTICES, NESTED, encoding_of
 from vllm_dymoe.experts.matrix import MatrixFormat
-from vllm_dymoe.kernels import Activation, CpuKernel, Decode, combine, expert_reference, make_kernel, native
+from vllm_dymoe.kernels import Activation, CpuKernel, Decode, Grouped, combine, expert_reference, make_kernel, native
 from vllm_dymoe.kernels.cpu import MINIMUM_WORKSPACE_BYTES
 
 # Two roundings of the inner activation, one of the result; mantissas of 8 bits in bf16 and 11 in fp16.
@@ -88,7 +88,8 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
     formats = [MatrixFormat(64, 64, encoding_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
     made = make_kernel("cuda:1", 1 << 20, formats)
-    assert made == ((torch.device("cuda:1"),), {"formats": formats, "decode": Decode.PLAIN, "workspace_bytes": 1 << 20})
+    ways = {"decode": Decode.PLAIN, "grouped": Grouped.PLAIN}
+    assert made == ((torch.device("cuda:1"),), {"formats": formats, **ways, "workspace_bytes": 1 << 20})
 
 
 @pytest.mark.parametrize("width", [64, 90, 192])

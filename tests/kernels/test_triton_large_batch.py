@@ -41,8 +41,9 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         ids, weights = random_step(seed, tokens)
         marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
         shape = LargeBatchShape(
-            tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None
-        )
+            tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None,
+            decoded=(2, 4)[seed % 2],
+        )  # fmt: skip
         layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
         twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)

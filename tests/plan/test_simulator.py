@@ -15,6 +15,7 @@ from vllm_dymoe.options import Options
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device
 from vllm_dymoe.plan.simulator import Model, Simulator, sessions
+from vllm_dymoe.planner.hotness import Swap
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.rule import HIGH
@@ -156,6 +157,25 @@ def test_moves_follow_traffic_and_no_step_waits(places):
         assert (high <= served.plan.quotas[Precision.HIGH]).all()
 
 
+@pytest.mark.parametrize(("versions", "begun"), [((4, 2), 6), ((16, 4), 2)])
+def test_as_many_moves_begin_as_where_a_server_moves_them(versions, begun):
+    """Of a quarter of 16 seconds one is spent; nested moves of half a second each fill the other three."""
+    high, low = versions
+    window = {"window_s": 1e9, "in_flight": 2, "link_share": 0.25}
+    served = simulator({"policy": "dynaexq", "high": high, "low": low, "policy_options": window}, 0.75)
+    moves, held = served._moves, served.table.precision == HIGH
+    moves._busy, moves.moved, moves._spent = 1.0, 10, 5.0
+    up, down = (list(zip(*of.nonzero(), strict=True)) for of in (~held, held))
+    moves._planned.extend(Swap(1.0, one, other) for one, other in zip(up, down, strict=False))
+    assert len(moves._planned) > begun
+    served.now = 3.9
+    moves.turn()
+    assert not moves._flying, "a second of the link has to be paid for"
+    served.now = 16.0
+    moves.turn()
+    assert len(moves._flying) == begun
+
+
 def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none():
     def run(threshold):
         given = {"policy": "adaptive", "low": 2, "policy_options": {"threshold": threshold, "window_s": 1e9}}
@@ -171,6 +191,24 @@ def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none()
     assert rows[1].seconds[-1] > rows[3].seconds[-1]
 
 
+def test_in_prompts_experts_of_the_tokens_with_most_attention_are_high():
+    """One token gets all attention, so of each layer's experts its own are the most important ones (Eq. 2)."""
+    given = {"policy": "dymoe-paper", "low": 0, "policy_options": {"retention": 0.1, "heavy_share": 1 / 24}}
+    step = next(iter(sessions(TRACE)))
+    assert step.phase is Phase.PREFILL
+    for heavy in (3, 17):
+        attention = torch.zeros(len(TRACE.request), LAYERS)
+        attention[step.tokens[heavy]] = 1.0
+        served = simulator(given, attention=attention)
+        for layer in range(LAYERS):
+            own = set(TRACE.experts[step.tokens[heavy], layer].tolist())
+            chosen = set(served._wanted(served._routing(step, layer)))
+            assert chosen, "the ceiling of Eq. 5 leaves one"
+            assert chosen <= own or own <= chosen
+    every = simulator(given)
+    assert bool(every._routing(step, 0).prompt.heavy.all()), "nothing is known of attention"
+
+
 def test_costs_are_data_with_sources():
     found = json.loads(resources.files("vllm_dymoe.plan").joinpath("costs.json").read_text())
     assert set(found["sources"]) == set(found) - {"sources"}
@@ -180,3 +218,11 @@ def test_costs_are_data_with_sources():
 
 def test_it_says_the_same_again():
     assert decoded({"policy": "dymoe", "low": 2}).seconds == decoded({"policy": "dymoe", "low": 2}).seconds
+
+
+def test_every_request_of_a_step_costs_the_host_something():
+    dear = replace(Costs.nothing(), step=1e-3, request=1e-4)
+    free, charged = (simulator({"policy": "exact"}, costs=costs) for costs in (None, dear))
+    assert charged.last(4) - free.last(4) == pytest.approx(1e-3 + 4e-4)
+    found = [of.run(list(sessions(TRACE, 4))).of(Phase.DECODE) for of in (free, charged)]
+    assert found[1] - found[0] == pytest.approx(np.full(len(found[0]), 1.4e-3))

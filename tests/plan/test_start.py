@@ -9,7 +9,8 @@ from hypothesis import strategies as some
 
 from tests.plan.test_plan import MIXTRAL, QWEN3_30B
 from vllm_dymoe.options import ConfigError
-from vllm_dymoe.plan.device import ExpertRate
+from vllm_dymoe.plan.costs import Costs
+from vllm_dymoe.plan.device import DenseRate, ExpertRate
 from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, read_machine
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.start import Asked, Model, choose, read_model
@@ -145,7 +146,7 @@ def test_a_card_without_a_data_sheet_is_planned_by_what_was_measured():
 
 
 def test_a_machine_is_measured_once(tmp_path, monkeypatch):
-    probe, kept = Probe(str(tmp_path / "store"), 256, 64, 256), tmp_path / "cache" / "machines.json"
+    probe, kept = Probe(str(tmp_path / "store"), 256, 64, 2, 8, 2, 1 << 16), tmp_path / "cache" / "machines.json"
     first = machine_here(probe, kept)
     assert first.cores > 0
     assert first.experts[0].read > 1e8
@@ -156,3 +157,28 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
         machine_here(probe, kept, retune=True)
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         machine_here(replace(probe, hidden=512), kept)
+
+
+def test_a_cpus_dense_layers_are_as_fast_as_measured():
+    rates = (DenseRate(16, 1, 1e9), DenseRate(16, 16, 5e8), DenseRate(8, 1, 2e9))
+    device = CPU.model_copy(update={"dense": rates}).device()
+    assert device.dense_seconds(2e6, 16, 1) == pytest.approx(1e-3)
+    assert device.dense_seconds(2e6, 16, 16) == pytest.approx(2e-3)
+    assert 1e-3 < device.dense_seconds(2e6, 16, 4) < 2e-3
+    assert device.dense_seconds(2e6, 16, 64) == pytest.approx(8e-3), "as many times as long as tokens are more"
+    assert device.dense_seconds(1e6, 8, 1) == pytest.approx(5e-4)
+
+
+def test_a_cpus_python_is_part_of_every_step(on_cpu):
+    slow = choose(CPU.model_copy(update={"operation": 10 * CPU.operation}), QWEN, Asked())
+    assert slow.tpot > on_cpu.tpot + 48 * 9 * CPU.operation
+    once, twice = (Costs.on_cpu(seconds) for seconds in (1e-6, 2e-6))
+    assert twice.request == pytest.approx(2 * once.request)
+    assert once.request > 0
+
+
+def test_what_is_measured_is_of_the_models_sizes(tmp_path):
+    probe = Probe.of(tmp_path, QWEN.shape)
+    assert (probe.hidden, probe.intermediate, probe.layers, probe.experts, probe.top_k) == (2048, 768, 48, 128, 8)
+    attention, router = 2 * 2048 * 128 * (32 + 4), 2048 * 128
+    assert probe.dense == attention + router

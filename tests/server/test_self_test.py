@@ -1,6 +1,8 @@
 """The self-test of kernels accepts right ones, finds broken ones, and keeps its result for the same setup."""
 
+import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from tests.small_model import make_experts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
-from vllm_dymoe.kernels import Activation, CpuKernel, Curve, Decode
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve, Decode, Grouped
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import expert_server, self_test
 from vllm_dymoe.server.expert_server import Parts
@@ -143,29 +145,30 @@ def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-VARIANTS = [(by_device, decode) for by_device in (True, False) for decode in reversed(Decode)]
+VARIANTS = list(product((True, False), reversed(Decode), reversed(Grouped)))
 """In the order in which they are tried."""
 
 
 @pytest.mark.parametrize("planned_by_device", [True, False])
-@pytest.mark.parametrize("fastest", Decode)
-@pytest.mark.parametrize("broken", range(64))
+@pytest.mark.parametrize("fastest", product(Decode, Grouped))
+@pytest.mark.parametrize("broken", [0, 1, 2, 3, 0x3F, 0xFFF, *random.Random(0).sample(range(4, 0xFFF), 40)])
 def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, fastest, monkeypatch):
     tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
-    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= fastest]
+    some = [v for v in VARIANTS if v[0] <= planned_by_device and v[1] <= fastest[0] and v[2] <= fastest[1]]
 
-    def found(*given, device_plans, decode, kept):
-        tried.append((device_plans, decode))
+    def found(*given, device_plans, decode, grouped, kept):
+        tried.append((device_plans, decode, grouped))
         return SelfTest(6, "step 3 is wrong" * (tried[-1] in wrong), 0.1)
 
     def start():
         return self_test.tested(
             make_experts(), OPTIONS, CPU, [Activation.SILU], device_plans=planned_by_device, kept=None, say=said.append,
-            at_most=max(Decode),
+            at_most=(max(Decode), max(Grouped)),
         )  # fmt: skip
 
     monkeypatch.setattr(self_test, "self_test", found)
-    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(Decode)[fastest::-1])
+    monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(Decode)[fastest[0] :: -1])
+    monkeypatch.setattr(self_test.kernels, "grouped_kernels", lambda *given: tuple(Grouped)[fastest[1] :: -1])
     right = [variant for variant in some if variant not in wrong]
     if not right:
         with pytest.raises(ConfigError, match=r"step 3 is wrong.*vllm-dymoe \d"):
@@ -173,7 +176,8 @@ def test_the_fastest_kernels_that_pass_are_used(broken, planned_by_device, faste
         assert tried == some
         return
     chosen = start()
-    assert (bool(chosen.obstacle), chosen.decode) == (planned_by_device and not right[0][0], right[0][1])
+    assert bool(chosen.obstacle) == (planned_by_device and not right[0][0])
+    assert (chosen.decode, chosen.grouped) == right[0][1:]
     assert tried == some[: some.index(right[0]) + 1]
     assert len(said) == len(tried) - 1
 
@@ -182,8 +186,8 @@ def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
     monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
-    settings = {"device_plans": True, "kept": None, "say": said.append, "at_most": max(Decode)}
+    settings = {"device_plans": True, "kept": None, "say": said.append, "at_most": (max(Decode), max(Grouped))}
     assert self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings) == KernelChoice(
-        "", Decode.PLAIN
+        "", Decode.PLAIN, Grouped.PLAIN
     )
     assert "no memory" in said[0]

@@ -14,6 +14,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 
 from triton.backends import backends  # noqa: E402
 
+from tests.support.interpreter import quicken  # noqa: E402
+
 
 class NoDriver:
     @staticmethod
@@ -23,3 +25,4 @@ class NoDriver:
 
 
 backends["cpu"] = type(next(iter(backends.values())))(compiler=None, driver=NoDriver)
+quicken()

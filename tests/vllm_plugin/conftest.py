@@ -4,7 +4,19 @@ import logging
 
 import pytest
 
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.vllm_plugin import prepare
 from vllm_dymoe.vllm_plugin.announcements import logger
+
+
+@pytest.fixture(autouse=True)
+def _no_machine(monkeypatch):
+    """Where a test sets no option, the defaults count: this machine is not measured."""
+
+    def choose(*_):
+        raise ConfigError("a test measures nothing")
+
+    monkeypatch.setattr(prepare, "choose_here", choose)
 
 
 @pytest.fixture

@@ -63,6 +63,11 @@ def test_which_layers_are_packed():
         ("model.layers.0.mlp.shared_expert_gate", False),
         ("model.layers.0.self_attn.kv_b_proj", False),
         ("model.layers.0.linear_attn.conv1d", False),
+        ("language_model.model.layers.0.self_attn.o_proj", True),
+        ("visual.blocks.0.attn.qkv", False),
+        ("vision_tower.encoder.layers.0.self_attn.qkv_proj", False),
+        ("multi_modal_projector.down_proj", False),
+        ("audio_tower.layers.0.self_attn.out_proj", False),
     ):
         assert (dense.packed_method(linear, name, options, config()) is not None) == packed, name
     head = layer_of(ParallelLMHead)

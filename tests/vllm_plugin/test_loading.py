@@ -11,7 +11,7 @@ from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.cache.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
-from vllm_dymoe.kernels import Activation, Curve, Decode
+from vllm_dymoe.kernels import Activation, Curve, Decode, Grouped
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
@@ -140,18 +140,18 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
     ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", True), (True, "a draft", False)]
 )
 def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
-    asked = {}
+    asked, ways = {}, (Decode.TENSOR_CORES, Grouped.PLAIN)
 
     def tested(experts, options, device, activations, **given):
         asked.update(given, device=device, activations=activations)
-        return KernelChoice("its kernels are wrong" if given["device_plans"] else "", Decode.TENSOR_CORES)
+        return KernelChoice("its kernels are wrong" if given["device_plans"] else "", *ways)
 
     monkeypatch.setattr(loading_module, "tested", tested)
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     model._model.rates = tmp_path / "rates.json"
     store = SimpleNamespace(experts=EXPERTS, readable=readable)
     found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, Decode.TENSOR_CORES)
+    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, *ways)
     assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
@@ -160,10 +160,11 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
 @pytest.mark.parametrize(
     ("fastest", "wrong_device", "chosen", "rounds"),
     [
-        ((2, 2), (), KernelChoice("", Decode.DEPENDENT), 1),
-        ((2, 1), (), KernelChoice("", Decode.TENSOR_CORES), 2),
-        ((2, 2), (1,), KernelChoice("wrong", Decode.DEPENDENT), 2),
-        ((2, 0), (0,), KernelChoice("wrong", Decode.PLAIN), 2),
+        (((2, 1), (2, 1)), (), KernelChoice("", Decode.DEPENDENT, Grouped.IN_REGISTERS), 1),
+        (((2, 1), (1, 1)), (), KernelChoice("", Decode.TENSOR_CORES, Grouped.IN_REGISTERS), 2),
+        (((1, 0), (2, 1)), (), KernelChoice("", Decode.TENSOR_CORES, Grouped.PLAIN), 2),
+        (((2, 1), (2, 1)), (1,), KernelChoice("wrong", Decode.DEPENDENT, Grouped.IN_REGISTERS), 2),
+        (((2, 0), (0, 0)), (0,), KernelChoice("wrong", Decode.PLAIN, Grouped.PLAIN), 2),
     ],
 )
 def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
@@ -174,7 +175,8 @@ def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
     def tested(kind, options, device, activations, *, device_plans, kept, say, at_most):
         asked.append((kind, device_plans, at_most))
         obstacle = "wrong" if device_plans and kind in wrong_device else ""
-        return KernelChoice(obstacle, min(at_most, Decode(fastest[kind])))
+        decode, grouped = fastest[kind]
+        return KernelChoice(obstacle, min(at_most[0], Decode(decode)), min(at_most[1], Grouped(grouped)))
 
     monkeypatch.setattr(loading_module, "tested", tested)
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
@@ -184,6 +186,6 @@ def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
     assert len(asked) == 2 * rounds
     by_device = not chosen.obstacle
     assert {(planned, at_most) for _, planned, at_most in asked[-2:]} <= {
-        (by_device, chosen.decode),
-        (True, max(Decode)),
+        (by_device, (chosen.decode, chosen.grouped)),
+        (True, (max(Decode), max(Grouped))),
     }

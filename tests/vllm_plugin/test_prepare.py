@@ -14,6 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.experts.encoding import MXFP4, NESTED, STEPS
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.start import Start
 from vllm_dymoe.quantize.readers import Reader
 from vllm_dymoe.resolve import ENVIRONMENT_PREFIX
 from vllm_dymoe.vllm_plugin import prepare
@@ -224,3 +225,55 @@ def test_a_weight_in_two_places_counts_as_loaded_in_both():
     prepare.name_every_place(model)
     assert model.load_weights([("gate.weight", None)]) == {"gate.weight", "experts.gate.weight", "routed.bias"}
     assert model.load_weights([]) == {"routed.bias"}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of a planner that always chooses 8 bits."""
+    asked = []
+
+    def choose(model, wanted):
+        asked.append((model, wanted))
+        return None, Start({"high": 8, "dense": 8}, {}, {}, (), 10.0, 0.1, 1.0, ())
+
+    monkeypatch.setattr(prepare, "choose_here", choose)
+    return asked
+
+
+def test_where_nothing_is_set_the_plugin_chooses(asked, said):
+    config = configure(max_num_batched_tokens=2048)
+    assert config.additional_config["dymoe"] == {"high": 8, "dense": 8}
+    ((model, wanted),) = asked
+    assert (model.name, model.shape.experts) == (str(MODEL), 32)
+    assert (wanted.max_model_len, wanted.options) == (128, {})
+    (line,) = [text for _, text in said if "no option was set" in text]
+    assert '"high": 8' in line
+
+
+def test_the_choice_is_part_of_what_decides_the_tokens_of_a_step(asked):
+    """vLLM's configuration is derived a second time where the link decides, and must have the same options."""
+    config = configure()
+    assert config.additional_config["dymoe"] == {"high": 8, "dense": 8}
+
+
+@pytest.mark.parametrize(
+    ("dymoe", "variables"), [({}, {}), ({"low": 0}, {}), (None, {"DYMOE_HIGH": "4"})], ids=["empty", "one", "variable"]
+)
+def test_what_the_user_set_leaves_the_defaults(asked, monkeypatch, dymoe, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = configure(dymoe)
+    assert not asked
+    assert (config.additional_config or {}).get("dymoe", {}) == (dymoe or {})
+
+
+def test_the_folder_of_stores_is_no_choice(asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("DYMOE_STORE_DIR", str(tmp_path))
+    configure(max_num_batched_tokens=2048)
+    assert asked[0][1].options == {"store_dir": str(tmp_path)}
+
+
+def test_what_cannot_be_chosen_is_said_and_the_defaults_are_used(said):
+    config = configure()
+    assert "dymoe" not in config.additional_config
+    assert any("a test measures nothing" in text for _, text in said)

@@ -1,5 +1,6 @@
 """What a quantized checkpoint determines: options, refusals, and the methods of dense layers."""
 
+import copy
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -212,8 +213,10 @@ def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
         "desc_act": False,
         "dynamic": {r"-:.*mtp.*": {}, r".*mtp_like.*": {"bits": 8}, "lm_head": {"bits": 8}},
     }
-    assert DymoeConfig.override_quantization_method(said, "dymoe", SimpleNamespace()) == "dymoe"
-    assert not any(pattern.startswith("-:") and "mtp" in pattern for pattern in said["dynamic"])
+    model = SimpleNamespace(quantization_config=copy.deepcopy(said))  # vLLM passes a copy, and drafts read the model's
+    assert DymoeConfig.override_quantization_method(said, "dymoe", model) == "dymoe"
+    for shown in (said, model.quantization_config):
+        assert not any(pattern.startswith("-:") and "mtp" in pattern for pattern in shown["dynamic"])
     config = DymoeConfig.from_config(said)
     tensors = {f"model.layers.0.mlp.experts.0.up_proj.{part}": "I32" for part in ("qweight", "qzeros")}
     drafts = {"mtp.layers.0.mlp.experts.0.up_proj.weight": "BF16"}

@@ -3,7 +3,6 @@
 It looks at the machine and the model, and says what it has chosen.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -18,18 +17,15 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from vllm_dymoe import __version__
 from vllm_dymoe.cli.display import print_table
-from vllm_dymoe.durable import keep_beside, kept_beside, make_folders
-from vllm_dymoe.options import ConfigError, cache_folder, store_root
-from vllm_dymoe.plan.machine import KEPT, Machine, Probe, machine_here, read_machine
-from vllm_dymoe.plan.model import config_folder
+from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.here import choose_here
+from vllm_dymoe.plan.machine import Machine, read_machine
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.start import PROMPT, REQUESTS, Asked, Start, choose, read_model
 from vllm_dymoe.resolve import options_of_environment
 from vllm_dymoe.units import size
 
-STARTS = "starts.json"  # file name, in the cache folder
 _SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size",
           "-ep": "enable-expert-parallel", "-q": "quantization"}  # fmt: skip
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # of vLLM's numbers
@@ -118,19 +114,10 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
         raise ConfigError("--config hides from this command what is set; write its settings as arguments.")
     found, asked = read_model(model), arguments.asked(os.environ)
     if machine is not None:
-        here, start = read_machine(machine), None
-    else:
-        store = store_root(Path(asked.options["store_dir"]) if "store_dir" in asked.options else None)
-        shape, folder = found.shape, cache_folder()
-        probe = Probe(str(store), shape.hidden, shape.intermediate, shape.moe_layers * shape.experts)
-        here = machine_here(probe, folder / KEPT, retune=retune)
-        key = _key(probe.key, here, model, arguments, asked)
-        start = None if retune else kept_beside(folder / STARTS, key, Start)
-    if start is None:
+        here = read_machine(machine)
         start = choose(here, found, asked)
-        if machine is None:
-            make_folders(folder)
-            keep_beside(folder / STARTS, key, start)
+    else:
+        here, start = choose_here(found, asked, arguments.passed, retune=retune)
     command = command_of(model, arguments, start)
     show(model, here, start, command)
     if machine is None and not dry_run:
@@ -180,16 +167,6 @@ def describe(machine: Machine) -> tuple[str, str]:
         f"{link}{size(machine.host_memory)} of memory at {machine.memory_rate / 1e9:.0f} GB/s, "
         f"experts at {machine.experts[0].read / 1e9:.1f} GB/s ({machine.kernel}){disk}"
     )
-
-
-def _key(probe: str, machine: Machine, model: str, arguments: Arguments, asked: Asked) -> str:
-    """Return the key under which a choice is stored.
-
-    It depends on machine, memory in sixteenths of 64 GiB, model, and the user's arguments.
-    """
-    config = (config_folder(model) / "config.json").read_bytes()
-    said = [probe, __version__, machine.host_memory >> 32, model, config.hex(), arguments.passed, repr(asked)]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]
 
 
 def _json(text: str) -> dict[str, Any]:

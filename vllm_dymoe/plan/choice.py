@@ -116,9 +116,9 @@ def predict(
     run_ranks(simulators, cold, measured=False)
     decoded = run_ranks(simulators, warm)
     (prefill,) = run_ranks(simulators, [routings.prompt(-(-prompt // chunks))])[0].seconds
-    last = head / device.bandwidth + costs.step
+    decode_end, prompt_end = simulators[0].last(routings.batch), simulators[0].last(1)
 
-    def whole(seconds: float) -> float:
+    def whole(seconds: float, last: float) -> float:
         return scale * (seconds - last) + last
 
     slowest = max(decoded, key=lambda result: result.moved)
@@ -132,8 +132,8 @@ def predict(
         agreement=_agreement(precisions, options),
         hit_rate=slowest.hits / max(1, slowest.active),
         moved=scale * slowest.moved / len(warm),
-        tpot=whole(fmean(slowest.seconds)) + cached / device.bandwidth,
-        ttft=chunks * whole(prefill),
+        tpot=whole(fmean(slowest.seconds), decode_end) + cached / device.bandwidth,
+        ttft=chunks * whole(prefill, prompt_end),
     )
 
 

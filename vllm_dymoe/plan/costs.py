@@ -22,6 +22,7 @@ class Costs:
     # Host seconds of a prediction, by the predictor's name.
     questions: Mapping[str, float] = field(default_factory=dict)
     step: float = 0.0  # of vLLM's own work for a step, which no layer has
+    request: float = 0.0  # of that for each request
 
     @classmethod
     def measured(cls) -> "Costs":
@@ -29,9 +30,14 @@ class Costs:
         return cls(**{name: value for name, value in found.items() if name not in ("sources", "cpu")})
 
     @classmethod
-    def on_cpu(cls) -> "Costs":
-        """Return the costs of a CPU that computes experts in place."""
-        return cls(**_read()["cpu"])
+    def on_cpu(cls, operation: float) -> "Costs":
+        """Those of a CPU on which a small operation takes so many seconds.
+
+        It computes experts in place. vLLM's own work is counted in such operations: Python bounds it there.
+        """
+        counts = _read()["cpu"]
+        layer, step, request = (counts[name] * operation for name in ("layer", "step", "request"))
+        return cls(layer, 0.0, 0.0, 0.0, 0.0, step=step, request=request)
 
     @classmethod
     def nothing(cls) -> "Costs":

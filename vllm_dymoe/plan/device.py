@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from vllm_dymoe.options import ConfigError
@@ -61,6 +62,15 @@ class ExpertRate:
 
 
 @dataclass(frozen=True)
+class DenseRate:
+    """How fast a CPU multiplies tokens with weights outside of experts."""
+
+    bits: int  # of a weight
+    tokens: int  # of the step
+    weights: float  # per second, each counted once for all tokens
+
+
+@dataclass(frozen=True)
 class Device:
     """The capabilities of a device."""
 
@@ -74,11 +84,21 @@ class Device:
     disk: float = float("inf")  # bytes per second of the disk, for experts that are not in memory
     host: float = 0.0  # bytes per second of CPU execution; 0 if all misses are fetched
     rates: tuple[ExpertRate, ...] = ()  # of this device's kernels; if empty, experts are as fast as dense layers
+    dense: tuple[DenseRate, ...] = ()  # of dense layers; if empty, by bandwidth and operations
 
     @property
     def key(self) -> str:
         """The device's name in data sheets and measurements."""
         return _key(self.name)
+
+    def dense_seconds(self, nbytes: float, bits: int, tokens: int) -> float:
+        """Return the seconds in which dense weights are multiplied with so many tokens."""
+        weights = 8 * nbytes / bits
+        if not (known := [rate for rate in self.dense if rate.bits == bits]):
+            return max(nbytes / self.bandwidth, 2 * weights * tokens / self.compute)
+        places = [rate.tokens for rate in known]
+        each = np.interp(tokens, places, [1 / rate.weights for rate in known])
+        return float(weights * each * max(1.0, tokens / places[-1]))
 
     def expert_rate(self, weights: int, tokens: float, *, nested: bool) -> ExpertRate:
         """Return the measured rate that is nearest to a step.

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,28 @@ from vllm_dymoe.cache.store.disk import read_direct, set_direct, storage_of
 from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.durable import close_file, keep_beside, kept_beside, make_folders, read_regular
 from vllm_dymoe.experts.encoding import encoding_of
-from vllm_dymoe.experts.format import ExpertFormat
-from vllm_dymoe.kernels import Activation, CpuKernel
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.matrix import MatrixFormat
+from vllm_dymoe.kernels import Activation, CpuKernel, native
+from vllm_dymoe.kernels.linear import Linear
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.costs import Costs
-from vllm_dymoe.plan.device import Device, ExpertRate, find_device, shares_of_cards
-from vllm_dymoe.planner.plan import LayerPlan
-from vllm_dymoe.planner.routing import group_by_expert
-from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.plan.device import DenseRate, Device, ExpertRate, find_device, shares_of_cards
+from vllm_dymoe.plan.model import ModelShape
+from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.quantize.dummy import RandomStore, fill_randomly
+from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.server import ExpertServer
 
 KEPT = "machines.json"  # file name, in the cache folder
 _CARDS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 _NODES = Path("/sys/devices/system/node")
 _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _EXPERT_BYTES = 256 << 20  # of random experts at most: more than caches hold
-_ROWS = 1, 16, 256  # tokens of the steps that are timed
+_ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
+_BITS = 4  # of the experts that are timed
+_MATRICES = 2  # of a layer outside of its experts: queries, keys and values, and what maps attention back
+_LONGEST = 1.0  # seconds that one thing is repeated
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
 _LEFT_SHARE, _LEFT_LEAST = 10, 2 << 30  # of host memory, what stays free, as ``host_store`` "auto" has it
 
@@ -84,6 +92,10 @@ class Machine(BaseModel):
     """The CPU's kernel, by its instruction set."""
     experts: tuple[ExpertRate, ...] = Field(min_length=1)
     """What that kernel reaches with 4-bit experts of one size, by tokens of a step."""
+    dense: tuple[DenseRate, ...] = ()
+    """What a CPU reaches with other layers of the model's size, by bits of a weight and tokens of a step."""
+    operation: float = Field(default=1e-6, gt=0)
+    """Seconds of a small operation of torch, called from Python."""
     disk: float | None = Field(default=None, gt=0)
     """Bytes per second that the disk of the packed experts reads past the page cache; None in a file system that
     cannot, such as one in memory."""
@@ -95,8 +107,8 @@ class Machine(BaseModel):
 
     @property
     def costs(self) -> Costs:
-        """The host's time in addition to products and copies."""
-        return Costs.measured() if self.gpus else Costs.on_cpu()
+        """What the host takes beside products and copies."""
+        return Costs.measured() if self.gpus else Costs.on_cpu(self.operation)
 
     def device(self) -> Device:
         """Return the GPU with what the host adds; without a GPU, return the CPU.
@@ -107,8 +119,9 @@ class Machine(BaseModel):
         if not self.gpus:
             compute = max(rate.compute for rate in self.experts)
             return Device(
-                "CPU", self.host_memory, self.memory_rate, compute, float("inf"), disk=disk, rates=self.experts
-            )
+                "CPU", self.host_memory, self.memory_rate, compute, float("inf"), disk=disk, rates=self.experts,
+                dense=self.dense,
+            )  # fmt: skip
         gpu = self.gpus[0]
         try:
             card = replace(find_device(gpu.name, None), memory=gpu.memory, link=gpu.link)
@@ -122,15 +135,22 @@ class Machine(BaseModel):
 
 @dataclass(frozen=True)
 class Probe:
-    """What is measured.
-
-    These are the disk of a folder, and the CPU's kernel with experts of one size.
-    """
+    """What is measured: the disk of a folder, and the CPU with layers of a model's sizes."""
 
     folder: str
     hidden: int
     intermediate: int
-    experts: int  # of the whole model
+    layers: int  # with experts
+    experts: int  # of a layer
+    top_k: int
+    dense: int  # weights of a layer outside of its experts
+
+    @classmethod
+    def of(cls, folder: Path, shape: ModelShape) -> "Probe":
+        """Return what is measured for a model whose packed experts lie in a folder."""
+        dense = (shape.token_weights - shape.vocabulary * shape.hidden) // shape.layers
+        sizes = shape.hidden, shape.intermediate, shape.moe_layers, shape.experts, shape.top_k, dense
+        return cls(str(folder), *sizes)
 
     @property
     def key(self) -> str:
@@ -140,7 +160,7 @@ class Probe:
         """
         cards = [path.read_text() for path in sorted(_CARDS.glob("*/information"))] if _CARDS.is_dir() else []
         driver = [_DRIVER.read_text()] if _DRIVER.is_file() else []
-        visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), (self.hidden, self.intermediate, self.experts)
+        visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), astuple(self)[1:]
         software = f"torch {torch.__version__}, vllm-dymoe {__version__}"
         return " ".join(
             f"{storage_of(Path(self.folder))}; {cards} {driver} {visible}; {usable_cores()} cores; {software}; "
@@ -160,13 +180,31 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
     found = None if retune else kept_beside(kept, probe.key, Machine)
     if found is None:
         command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(f"this machine could not be measured:\n{done.stderr[-2000:]}")
-        found = Machine.model_validate_json(done.stdout.splitlines()[-1])
+        # Threads that spin while they wait are faster, but a hundred times as slow on a busy machine.
+        found = _better(*(_measured(command, policy) for policy in ("active", "passive")))
         make_folders(kept.parent)
         keep_beside(kept, probe.key, found)
     return found.model_copy(update={"host_memory": available_host_memory()})
+
+
+def _measured(command: Sequence[str], policy: str) -> Machine:
+    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ConfigError(f"this machine could not be measured:\n{done.stderr[-2000:]}")
+    return Machine.model_validate_json(done.stdout.splitlines()[-1])
+
+
+def _better(one: Machine, other: Machine) -> Machine:
+    """Return the higher of two measurements' rates, one by one."""
+    dense = [max(rates, key=lambda rate: rate.weights) for rates in zip(one.dense, other.dense, strict=True)]
+    experts = [max(rates, key=lambda rate: rate.read) for rates in zip(one.experts, other.experts, strict=True)]
+    return one.model_copy(
+        update={
+            "experts": tuple(experts), "dense": tuple(dense), "operation": min(one.operation, other.operation),
+            "memory_rate": max(one.memory_rate, other.memory_rate),
+        }
+    )  # fmt: skip
 
 
 def read_machine(path: Path) -> Machine:
@@ -191,7 +229,7 @@ def measure(probe: Probe) -> Machine:
     CUDA is used where there is a GPU.
     """
     told = rates()
-    kernel, experts = _kernel_rates(probe)
+    kernel, experts = _expert_rates(probe)
     cuda = torch.cuda.is_available()
     read, link = float(told["memory_bytes_per_second"]), float(told["link_bytes_per_second"])
     gpus: list[Gpu] = []
@@ -203,13 +241,18 @@ def measure(probe: Probe) -> Machine:
     nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
     return Machine(
         gpus=tuple(gpus), cores=usable_cores(), numa_nodes=nodes, host_memory=max(1, available_host_memory()),
-        memory_rate=_host_rate() if cuda else read, kernel=kernel, experts=experts, disk=_disk_rate(Path(probe.folder)),
+        memory_rate=_host_rate() if cuda else read, kernel=kernel, experts=experts,
+        dense=() if cuda else _dense_rates(probe), operation=_operation(), disk=_disk_rate(Path(probe.folder)),
     )  # fmt: skip
 
 
 def _fastest(action: Callable[[], object], times: int = 5) -> float:
-    seconds = []
-    for _ in range(times):
+    """Return the fewest seconds of some repetitions: what else runs only adds to them.
+
+    On a busy machine there are as many of them as begin within a second.
+    """
+    seconds = list[float]()
+    while len(seconds) < times and (not seconds or sum(seconds) < _LONGEST):
         begin = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - begin)
@@ -231,35 +274,81 @@ def _gpu_compute(number: int) -> float:
     return float(2 * _MATRIX**3 / _fastest(multiply, 10))
 
 
-def _kernel_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
-    """Return the CPU kernel's name and its rates.
+def _operation() -> float:
+    x, y = torch.ones(1, 256), torch.ones(1, 256)
 
-    They are measured with random 4-bit experts that are in memory as a model's are.
+    def some() -> None:
+        for _ in range(500):
+            torch.add(x, y)
+
+    return _fastest(some, 8) / 500
+
+
+def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
+    """The CPU kernel's name, and its rates with random experts of all layers.
+
+    They are computed in memory, by the server of a model's.
     """
-    fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(4), 64, torch.bfloat16)
-    count = max(8, min(probe.experts, _EXPERT_BYTES // fmt.nbytes))
-    arena, generator = map_bytes(count * fmt.nbytes).view(count, fmt.nbytes), torch.Generator().manual_seed(0)
-    experts = []
-    for packed in arena:
-        for matrix, place in zip(fmt.matrices, fmt.sections, strict=True):
-            fill_randomly(matrix, packed[place], generator)
-        experts.append(fmt.view(packed))
-    kernel, weights, found = CpuKernel(), 3 * probe.hidden * probe.intermediate, list[ExpertRate]()
-    for rows in _ROWS:
-        x = torch.randn(rows, probe.hidden, generator=generator).bfloat16()
-        out, seconds, active = x.new_empty(rows * 8, probe.hidden), list[float](), 0
-        for _ in range(3 if rows > 16 else 20):
-            ids = torch.rand(rows, count, generator=generator).topk(8, dim=1).indices
-            grouped = group_by_expert(ids.numpy())
-            plan = LayerPlan.of_experts(grouped, [experts[expert] for expert in grouped.experts])
-            begin = time.perf_counter()
-            kernel.begin(x, plan, out, Activation.SILU)
-            kernel.compute(range(len(grouped.experts)))
-            seconds.append(time.perf_counter() - begin)
-            active = len(grouped.experts)
-        took = sorted(seconds)[len(seconds) // 2]
-        found.append(ExpertRate("cpu", weights, rows, False, active * fmt.nbytes / took, 16 * rows * weights / took))
-    return kernel.name, tuple(found)
+    fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(_BITS), 64, torch.bfloat16)
+    layers = max(1, min(probe.layers, _EXPERT_BYTES // (probe.experts * fmt.nbytes)))
+    experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {_BITS: fmt})
+    store = RandomStore(experts, max(1, min(layers * probe.experts, _EXPERT_BYTES // fmt.nbytes)))
+    misses = "auto" if native.load() is None else "compute"
+    given = {"policy": "exact", "high": _BITS, "low": 0, "expert_budget": "top-k", "misses": misses}
+    options = resolve_options(given, environment={})
+    server, found = ExpertServer(store, options, torch.device("cpu")), list[ExpertRate]()
+    generator, weights = torch.Generator().manual_seed(0), 3 * probe.hidden * probe.intermediate
+    try:
+        for rows in _ROWS:
+            x = torch.randn(rows, probe.hidden, generator=generator).bfloat16()
+            gates, seconds, active = torch.full((rows, probe.top_k), 1 / probe.top_k), float("inf"), 0
+            begun, times = time.perf_counter(), 0
+            while times < 12 and (not times or time.perf_counter() - begun < _LONGEST):
+                times += 1
+                scores = torch.rand(layers, rows, probe.experts, generator=generator)
+                ids = scores.topk(probe.top_k, dim=2).indices.int()
+                steps = [Routing(layer, layers, x, ids[layer], gates) for layer in range(layers)]
+                begin = time.perf_counter()
+                server.host_planned.begin_step(Phase.DECODE)
+                for step in steps:
+                    server.host_planned.forward(step, Activation.SILU)
+                if (took := time.perf_counter() - begin) < seconds:
+                    seconds, active = took, sum(len(step.active) for step in steps)
+            operations = 2 * layers * rows * probe.top_k * weights
+            found.append(ExpertRate("cpu", weights, rows, False, active * fmt.nbytes / seconds, operations / seconds))
+        return CpuKernel().name, tuple(found)
+    finally:
+        server.close()
+
+
+def _dense_rates(probe: Probe) -> tuple[DenseRate, ...]:
+    """The rates of dense layers at 16 and at 8 bits, each with weights of its own."""
+    columns, found = probe.hidden, list[DenseRate]()
+    rows = max(64, probe.dense // columns // _MATRICES)
+    count = max(1, min(probe.layers, _EXPERT_BYTES // (2 * _MATRICES * rows * columns))) * _MATRICES
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(rows, columns, generator=generator).bfloat16() for _ in range(count)]
+    layers: dict[int, Sequence[Callable[[torch.Tensor], object]]] = {
+        16: [partial(torch.nn.functional.linear, weight=weight) for weight in plain]
+    }
+    kept = []
+    if native.load() is not None and columns % 64 == 0:
+        fmt = MatrixFormat(rows, columns, encoding_of(8), 64, torch.bfloat16)
+        packed = [map_bytes(fmt.nbytes) for _ in range(count)]
+        for section in packed:
+            fill_randomly(fmt, section, generator)
+            kept.append(Linear(fmt.view(section)))
+        layers[8] = [partial(torch.ops.vllm_dymoe.linear, packed=section, rows=rows) for section in packed]
+    for bits, of_bits in layers.items():
+        for tokens in _ROWS:
+            x = torch.randn(tokens, columns, generator=generator).bfloat16()
+
+            def step(of_bits: Sequence[Callable[[torch.Tensor], object]] = of_bits, x: torch.Tensor = x) -> None:
+                for layer in of_bits:
+                    layer(x)
+
+            found.append(DenseRate(bits, tokens, count * rows * columns / _fastest(step, 8)))
+    return tuple(found)
 
 
 def _disk_rate(folder: Path) -> float | None:

@@ -16,6 +16,7 @@ from vllm_dymoe.quantize.model_config import (
     NUM_EXPERTS,
     TOP_K,
     may_be_of_hub,
+    modalities_of,
     nested_configs,
     read_config,
 )
@@ -127,7 +128,7 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
         for name in names:
             value = config.get(name)
             if isinstance(value, list) and value:
-                value = value[0]  # Ernie-4.5 has one for each modality
+                value = value[0]  # Ernie-4.5-VL has one for each modality
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 if value > _LARGEST:
                     raise ConfigError(f"{where} sets {name} to {value}, which is not plausible; download it again.")
@@ -139,6 +140,7 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
     layers, hidden, experts, intermediate = (
         size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
     )  # fmt: skip
+    experts = sum(modalities_of(config)) or experts  # a token uses those of one modality, and all take memory
     if layers > _MOST_LAYERS:
         raise ConfigError(f"{where} sets {layers} layers, which is not plausible; download it again.")
     dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)

@@ -30,6 +30,7 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device, ExpertRate
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
+from vllm_dymoe.planner.importance import mark_heavy_hitters
 from vllm_dymoe.planner.link_share import LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
@@ -41,9 +42,6 @@ from vllm_dymoe.prefetch.pace import Pace
 from vllm_dymoe.trace.trace import Trace
 
 _PARTS = len(EVERY_PROJECTION)
-_MOVES_AT_ONCE = 64
-
-
 _NEXT_ROW, _ROUND_TRIP = 0.2, 20e-6  # of an expert's first row on a CPU; seconds to the CPU worker and back
 
 
@@ -173,7 +171,7 @@ def run_ranks(simulators: Sequence["Simulator"], steps: Iterable[Step], *, measu
             for rank in simulators:
                 rank.now = slowest
         for rank in simulators:
-            rank._end()
+            rank._end(step)
             rank.result.steps.append(step)
             rank.result.seconds.append(rank.now - begun)
     found = [rank.result for rank in simulators]
@@ -202,12 +200,14 @@ class Simulator:
     Args:
         fetches_all: do not cancel what was predicted in vain (MoESys).
         first_expert: number in the model of the first of this rank's experts, which are consecutive.
+        attention: what each token of a prompt gets in each layer (Eq. 1 of DyMoE), float32 [tokens, layers]; without it
+            all tokens are heavy hitters.
     """
 
     def __init__(
         self, trace: Trace, model: Model, options: Options, policy: Policy, device: Device, costs: Costs, limit: int,
         *, predictor: Predictor | None = None, fetches_all: bool = False, dtype: torch.dtype = torch.float32,
-        first_expert: int = 0,
+        first_expert: int = 0, attention: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model, self.policy, self.device, self.costs = model, policy, device, costs
         self.options, self.predictor, self._fetches_all, self._dtype = options, predictor, fetches_all, dtype
@@ -250,14 +250,14 @@ class Simulator:
         if precision.link_share is not None:
             self._dial = LinkShare(precision.thresholds, precision.link_share, clock=lambda: self.now)
         self._moves = _Moves(self) if policy.residency.migrating is not None else None
-        self.tell(trace)
+        self.tell(trace, attention)
 
-    def tell(self, trace: Trace) -> None:
+    def tell(self, trace: Trace, attention: torch.Tensor | None = None) -> None:
         """Continue with another trace of the same model; slots and learnt state stay."""
         own = trace.experts.int() - self._first_expert
         self.trace, self._gates = trace, trace.weights.float()
         self._ids = torch.where((own >= 0) & (own < self._each), own, -1)
-        self._inputs = trace.router_inputs
+        self._inputs, self._attention = trace.router_inputs, attention
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -283,19 +283,28 @@ class Simulator:
     def _routing(self, step: Step, layer: int) -> Routing:
         tokens, prompt, layers = torch.from_numpy(step.tokens), None, len(self.model.experts.layers)
         if step.phase is Phase.PREFILL:
-            rows = torch.ones(len(tokens), dtype=torch.bool)
-            prompt = PromptTokens(rows, rows, False)
+            rows, share = torch.ones(len(tokens), dtype=torch.bool), self.policy.precision.heavy_hitters
+            heavy = rows
+            if share is not None and self._attention is not None:
+                heavy = torch.zeros_like(rows)
+                mark_heavy_hitters(self._attention[tokens, layer], share, heavy)
+            prompt = PromptTokens(rows, heavy, False)
         x = torch.empty(len(tokens), 0) if self._inputs is None else self._inputs[tokens, layer].to(self._dtype)
         weights = self._gates[tokens, layer]
         return Routing(layer, layers, x, self._ids[tokens, layer], weights, step.phase, prompt)
 
-    def _end(self) -> None:
-        self.now += self.model.head / self.device.bandwidth + self.costs.step
+    def last(self, requests: int) -> float:
+        """Return the seconds of a step's output head and of vLLM's own work."""
+        head = self.device.dense_seconds(self.model.head, self.model.bits, requests)
+        return head + self.costs.step + self.costs.request * requests
+
+    def _end(self, step: Step) -> None:
+        self.now += self.last(len(step.requests))
 
     def _layer(self, at: Routing) -> None:
         layer, table, device, costs = at.layer, self.table, self.device, self.costs
-        tokens, result, weights = len(at.ids), self.result, 8 * self.model.attention / self.model.bits
-        self.now += max(self.model.attention / device.bandwidth, 2 * weights * tokens / device.compute)
+        tokens, result = len(at.ids), self.result
+        self.now += device.dense_seconds(self.model.attention, self.model.bits, tokens)
         if tokens not in self._rates:
             rate = device.expert_rate(self._weights, tokens, nested=self._nested)
             waits = device.rates and tokens <= SMALL_BATCH_ROWS  # for memory: what was measured says so by bytes alone
@@ -543,7 +552,7 @@ class _Moves:
         table.precision[:] = LOW
         table.precision[hottest(self.worth, self._places)] = HIGH
         self._planned, self._flying = deque[Swap](), list[tuple[Swap, _Copy]]()
-        self.moved = 0
+        self.moved, self._spent = 0, 0.0  # moves since the start, and the link's seconds for them
 
     def count(self, at: Routing, experts: Ints, rows: Ints) -> None:
         self._counts[0, at.layer, experts] += rows
@@ -563,8 +572,12 @@ class _Moves:
     def turn(self) -> None:
         """Publish moves that have arrived, end a window, and begin moves."""
         sim, table, migrating, now = self._sim, self._sim.table, self._migrating, self._sim.now
+        share = migrating.link_share * (now - self._began)
+        each = self._spent / self.moved if sim._nested and self.moved else 0.0
+        most = 0 if self._busy > share else migrating.at_once(share - self._busy, each)
         for swap, copy in list(self._flying):
             if not copy.left and copy.arrivals[-1] <= now:
+                self._spent += copy.spent
                 table.precision[swap.up] = HIGH
                 if swap.down is not None and not sim._nested:
                     table.precision[swap.down] = LOW
@@ -584,7 +597,6 @@ class _Moves:
             else:
                 found = layer_swaps(score, held, self._places, migrating.margin)
             self._planned = deque(found)
-        most = _MOVES_AT_ONCE if sim._nested else migrating.in_flight
         while self._planned and len(self._flying) < most:
             swap = self._planned.popleft()
             if table.precision[swap.up] == HIGH or (swap.down and table.precision[swap.down] != HIGH):

@@ -46,6 +46,7 @@ class LargeBatchShape:
     half: int = 0  # staging slots of a streamed group
     streamed_groups: int = 0  # with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked
+    decoded: int = 2  # positions of an expert of few tokens that are computed together
 
     @property
     def positions(self) -> int:
@@ -100,7 +101,7 @@ class LargeBatchShape:
         Classes are by positions of an expert.
         """
         room = self.items if group < STREAMED else min(self.half, self.items)
-        most = [room * (-(-steps[0] // 2)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
+        most = [room * (-(-steps[0] // self.decoded)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
 
 
@@ -258,7 +259,7 @@ def _list_work(
     begins[order] = sizes[order].cumsum() - sizes[order]
     plan.work[:count, 1:] = torch.from_numpy(np.stack((begins, begins + sizes), 1))
     large.work[:] = torch.tensor((shape.items, 0, 0))
-    for number, step in enumerate((2, *steps[1:])):
+    for number, step in enumerate((shape.decoded, *steps[1:])):
         for of_group in range(shape.groups):
             items = ((group == of_group) & (classes == number)).nonzero()[0]
             pieces = [(item, at, min(at + step, begins[item] + sizes[item]))

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from vllm_dymoe.cache.store.header import TensorPlace
 from vllm_dymoe.cache.store.manifest import encodings_of
 from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
-from vllm_dymoe.quantize.held import Matrix
+from vllm_dymoe.quantize.held import Matrix, widened
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, INTERMEDIATE, TOP_K, ModelConfig, has_gate
 from vllm_dymoe.quantize.readers import Reader, make_reader
 from vllm_dymoe.quantize.readers.base import DTYPES, FLOATS, format_fields
@@ -41,7 +41,7 @@ class ExpertTensors:
     A stack holds the matrices of all experts of a layer.
     """
 
-    layer: int  # index of the layer in the model
+    layer: int  # number of the layer in a store: its index in the model, and more for a second modality's experts
     expert: int | None  # None for a stack
     projections: tuple[Projection, ...]  # projections in its rows
     parts: Mapping[str, TensorPlace]
@@ -59,6 +59,7 @@ class Checkpoint:
     """All tensors by name except those of the model's experts; those of drafts are kept unchanged, too."""
     experts: list[ExpertTensors] = field(default_factory=list)  # the tensors of all experts
     _files: dict[Path, Any] = field(default_factory=dict)
+    _second: int = 0  # number of the model's layer 0 among those of a second modality; 0 if there is none
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -79,6 +80,11 @@ class Checkpoint:
         for tensors in found.experts:
             found._check_shapes(tensors)
         _, up, _ = found._plain_format.matrices
+        if len(set(config.widths)) > 1 and found.reader.held:
+            raise CheckpointError(
+                f"the quantized experts of {folder} have several widths, {config.widths}, which is supported for "
+                "16-bit checkpoints only; quantize one of those."
+            )
         check_representatives(folder, found.reader, found.experts, up.columns, up.rows)
         return found
 
@@ -109,8 +115,8 @@ class Checkpoint:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the MoE layers."""
-        return tuple(sorted({tensors.layer for tensors in self.experts}))
+        """Numbers of the MoE layers in a store, in the order in which vLLM makes them."""
+        return tuple(sorted({tensors.layer for tensors in self.experts}, key=lambda n: (self._index(n), n)))
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
@@ -146,11 +152,43 @@ class Checkpoint:
         return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
-        """Return one expert by projection.
+        """Return one expert by projection, padded with zeros to the widest.
 
-        Raises CheckpointError if a tensor cannot be read or does not match config.json.
+        Zeros where a layer has fewer experts than another. Raises CheckpointError if a tensor cannot be read or does
+        not match config.json.
         """
-        return {projection: self._matrix(position, expert, projection) for projection in self.projections}
+        if expert < self._count(self.layers[position]):
+            return {projection: self._matrix(position, expert, projection) for projection in self.projections}
+        fmt = self._plain_format
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self.dtype)
+
+        return {
+            of: (
+                zeros(fmt.matrices[of].rows, fmt.matrices[of].columns),
+                zeros(fmt.matrices[of].rows) if fmt.bias else None,
+            )
+            for of in self.projections
+        }
+
+    def plain_places(self, experts: ModelExperts) -> dict[tuple[int, int, Projection], TensorPlace] | None:
+        """Return the tensor of each projection, if it is what a store of it would hold.
+
+        By position of the layer, expert and projection. None where bytes would differ: other layers, sizes or dtypes,
+        biases, stacks, and quantized experts.
+        """
+        if self.reader.held or self.reader.mixed or set(experts.formats) != {16} or experts.layers != self.layers:
+            return None
+        fmt, found = experts.formats[16], dict[tuple[int, int, Projection], TensorPlace]()
+        dtypes = {name for name, dtype in DTYPES.items() if dtype == fmt.dtype}
+        for (layer, expert, projection), tensors in self._matrices.items():
+            place, matrix = tensors.parts["weight"], fmt.matrices[projection]
+            same = place.shape == (matrix.rows, matrix.columns) and place.nbytes == matrix.nbytes
+            if not same or place.dtype not in dtypes or tensors.expert is None or len(tensors.parts) > 1:
+                return None
+            found[self.layers.index(layer), expert, projection] = place
+        return found if len(found) == len(self.layers) * experts.num_experts * len(experts.projections) else None
 
     def fingerprint(self) -> str:
         """Return sixteen hex digits that identify the weights.
@@ -161,12 +199,19 @@ class Checkpoint:
         return _sampled([*self.dense.values(), *(place for one in self.experts for place in one.parts.values())])
 
     def _matrix(self, position: int, expert: int, projection: Projection) -> Matrix:
-        tensors = self._matrices[self.layers[position], expert, projection]
+        weight, bias = self._own_matrix(self._matrices[self.layers[position], expert, projection], expert, projection)
+        missing = self._plain_format.intermediate - self._format(self.layers[position]).intermediate
+        if missing and isinstance(weight, Tensor):
+            weight = widened(weight, projection, missing)
+            bias = None if bias is None else widened(bias, projection, missing)
+        return weight, bias
+
+    def _own_matrix(self, tensors: ExpertTensors, expert: int, projection: Projection) -> Matrix:
         parts = {part: self._read(tensors, part, expert, projection) for part in tensors.parts}
         bias, reader = parts.pop("bias", None), self._reader(tensors)
         if not reader.held:
             return parts["weight"], bias
-        matrix = self._plain_format.matrices[projection]
+        matrix = self._format(tensors.layer).matrices[projection]
         rows = matrix.rows * len(tensors.projections)
         try:
             held = reader.read(parts, rows, matrix.columns)
@@ -185,7 +230,22 @@ class Checkpoint:
         return held, bias
 
     def _reader(self, tensors: ExpertTensors) -> Reader:
-        return self.reader.at(tensors.layer, tensors.projections[0])
+        return self.reader.at(self._index(tensors.layer), tensors.projections[0])
+
+    def _index(self, layer: int) -> int:
+        """Return a layer's index in the model."""
+        return layer - self._second * self._modality(layer)
+
+    def _modality(self, layer: int) -> int:
+        return int(0 < self._second <= layer)
+
+    def _count(self, layer: int) -> int:
+        """Return the number of a layer's experts."""
+        return self.config.modalities[self._modality(layer)]
+
+    def _format(self, layer: int) -> ExpertFormat:
+        """Return the format of a layer's experts at 16 bits, for its shapes."""
+        return replace(self._plain_format, intermediate=self.config.widths[self._modality(layer)])
 
     def _read(self, tensors: ExpertTensors, part: str, expert: int, projection: Projection) -> Tensor:
         place = tensors.parts[part]
@@ -224,6 +284,28 @@ class Checkpoint:
                 "experts; download the checkpoint again."
             )
         self.experts = group_experts(self.folder, self.reader, experts)
+        if len(self.config.modalities) > 1:
+            self._part_modalities()
+
+    def _part_modalities(self) -> None:
+        """Number the layers of a second modality's experts after all others.
+
+        ``layer_numbers`` does the same with vLLM's layers. Names number a layer's experts of the second modality after
+        those of the first.
+        """
+        first = self.config.modalities[0]
+        if any(tensors.expert is None for tensors in self.experts):
+            raise CheckpointError(
+                f"{self.folder} has the experts of several modalities in one tensor, which is not supported; use the "
+                "checkpoint that its authors published."
+            )
+        self._second = 1 + max(tensors.layer for tensors in self.experts)
+        self.experts = [
+            tensors
+            if tensors.expert is None or tensors.expert < first
+            else replace(tensors, layer=tensors.layer + self._second, expert=tensors.expert - first)
+            for tensors in self.experts
+        ]
 
     @cached_property
     def _matrices(self) -> dict[tuple[int, int, Projection], ExpertTensors]:
@@ -231,10 +313,9 @@ class Checkpoint:
 
         Raises CheckpointError for missing and duplicate ones.
         """
-        count = self.config.num_experts
         found: dict[tuple[int, int, Projection], ExpertTensors] = {}
         for tensors in self.experts:
-            there = next(iter(tensors.parts.values())).name
+            there, count = next(iter(tensors.parts.values())).name, self._count(tensors.layer)
             for expert in range(count) if tensors.expert is None else (tensors.expert,):
                 for projection in tensors.projections:
                     if (tensors.layer, expert, projection) in found or expert >= count:
@@ -242,7 +323,12 @@ class Checkpoint:
                         raise CheckpointError(f"expert {expert} of {there} in {self.folder} {why}.")
                     if self._reader(tensors).parts[0] in tensors.parts:
                         found[tensors.layer, expert, projection] = tensors
-        wanted = {(layer, expert, of) for layer in self.layers for expert in range(count) for of in self.projections}
+        wanted = {
+            (layer, expert, of)
+            for layer in self.layers
+            for expert in range(self._count(layer))
+            for of in self.projections
+        }
         missing = sorted(wanted - found.keys())
         if missing:
             layer, expert, projection = missing[0]
@@ -279,9 +365,9 @@ class Checkpoint:
 
         Readers check quantized tensors themselves.
         """
-        matrices = [self._plain_format.matrices[projection] for projection in tensors.projections]
+        matrices = [self._format(tensors.layer).matrices[projection] for projection in tensors.projections]
         rows = sum(matrix.rows for matrix in matrices)
-        stacked, count = tensors.expert is None, self.config.num_experts
+        stacked, count = tensors.expert is None, self._count(tensors.layer)
         reader = self._reader(tensors)
         for part, matrix in (("weight", (rows, matrices[0].columns)), ("bias", (rows,))):
             place = tensors.parts.get(part)

@@ -5,12 +5,14 @@ They differ from expert to expert, so that computing with the wrong one is visib
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
-from vllm_dymoe.cache.store import FileStore
+from vllm_dymoe.cache.pages import map_bytes
+from vllm_dymoe.cache.store import FileStore, HostStore
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.experts.format import ModelExperts, SliceKey
+from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
 from vllm_dymoe.experts.matrix import MatrixFormat
 
 # Standard deviation with which models are initialised.
@@ -80,3 +82,47 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
         packed.bias.copy_(torch.randn(matrix.rows, generator=generator) * _SPREAD)
     if packed.order is not None:
         packed.order.copy_(torch.randperm(matrix.columns, generator=generator))
+
+
+class RandomStore(HostStore):
+    """A store of some random experts in memory, which share the bytes of ``distinct`` ones."""
+
+    whole = True
+
+    def __init__(self, experts: ModelExperts, distinct: int, *, pinned: bool = False) -> None:
+        self.experts, self._distinct = experts, distinct
+        generator = torch.Generator().manual_seed(0)
+        self._slices: dict[tuple[int, int], torch.Tensor] = {}
+        for number, (bits, fmt) in product(range(distinct), experts.formats.items()):
+            packed = torch.empty(fmt.nbytes, dtype=torch.uint8, pin_memory=True) if pinned else map_bytes(fmt.nbytes)
+            for projection in fmt.projections:
+                fill_randomly(fmt.matrices[projection], packed[fmt.sections[projection]], generator)
+            self._slices[number, bits] = packed
+
+    @property
+    def description(self) -> str:
+        return "random experts"
+
+    @property
+    def readable(self) -> bool:
+        return True
+
+    def packed(self, key: SliceKey) -> torch.Tensor:
+        return self._slices[(key.layer * self.experts.num_experts + key.expert) % self._distinct, key.bits]
+
+    def read_into(
+        self, key: SliceKey, destination: torch.Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
+    ) -> None:
+        destination.copy_(self.packed(key)[self.experts.formats[key.bits].span(projections)])
+
+    def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
+        """Return a random expert."""
+        expert: PackedExpert | None = None
+        named = {part: bits for bits, part in self.experts.formats.items()}
+        for part in fmt.slices:
+            expert = part.view(self._slices[number, named[part]], expert)
+        assert expert is not None
+        return expert
+
+    def close(self) -> None:
+        self._slices.clear()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_dymoe.experts.encoding import STEPS, Encoding
+from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import pack, pack_floats, pack_nested
 
@@ -215,3 +216,13 @@ def _first_of_groups(stored: Tensor, format: MatrixFormat, what: str) -> Tensor:
             "with several ranks, add --enable-expert-parallel."
         )
     return first
+
+
+def widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
+    """Return a weight or bias padded with zeros to the widest expert.
+
+    Columns of down are padded, and rows of the others.
+    """
+    if not missing or (projection is Projection.DOWN and part.dim() == 1):
+        return part
+    return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))

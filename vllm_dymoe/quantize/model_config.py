@@ -80,6 +80,16 @@ def nested_configs(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(found)
 
 
+def modalities_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return how many experts each modality has in a layer; () for most models.
+
+    Ernie-4.5-VL has experts for text and others for pictures.
+    """
+    found = config.get("moe_num_experts")
+    both = isinstance(found, list) and len(found) == 2
+    return tuple(found) if both and all(isinstance(one, int) and one > 0 for one in found) else ()
+
+
 def has_gate(model_type: object) -> bool:
     """Return whether experts have a gate projection in addition to up and down."""
     return not str(model_type).startswith("nemotron_h")
@@ -144,19 +154,30 @@ class ModelConfig:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts per layer; CheckpointError if 16-bit ids cannot name them."""
-        for key in NUM_EXPERTS:
-            if isinstance(counts := self._text.get(key), list) and len(counts) > 1:
-                raise CheckpointError(
-                    f"{self._path} says {key} is {counts}: experts of several modalities can be served from 16 bits, "
-                    "with --quantization dymoe, but not be written by `vllm-dymoe quantize` yet."
-                )
-        if (count := self.size(*NUM_EXPERTS)) > _MOST_EXPERTS:
+        """Number of experts of a layer, of the modality that has most."""
+        return max(self.modalities)
+
+    @cached_property
+    def modalities(self) -> tuple[int, ...]:
+        """Number of experts of a layer for each modality; most models have one.
+
+        Raises CheckpointError if 16-bit ids cannot name them.
+        """
+        counts = modalities_of(self._text) or (self.size(*NUM_EXPERTS),)
+        if (count := max(counts)) > _MOST_EXPERTS:
             raise CheckpointError(
                 f"{self._path} says that a layer has {count} experts, but at most {_MOST_EXPERTS} are supported; "
                 "correct it, or download the checkpoint again."
             )
-        return count
+        return counts
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of an expert for each modality."""
+        width = next((self._text[key] for key in INTERMEDIATE if key in self._text), None)
+        if isinstance(width, list) and len(width) == len(self.modalities) > 1:
+            return tuple(width)
+        return (self.size(*INTERMEDIATE),) * len(self.modalities)
 
     @property
     def num_layers(self) -> int:

@@ -228,7 +228,7 @@ class ExpertPacker:
         experts: ModelExperts,
         quantizer: Quantizer,
         writer: StoreWriter,
-        progress: Callable[[int], object] = lambda projections: None,
+        progress: Callable[[int], object] = lambda projections: None,  # not called for layers of the journal
         journal: Journal | None = None,
     ) -> None:
         self.experts = experts
@@ -240,7 +240,6 @@ class ExpertPacker:
         for layer, counted in {} if journal is None else journal.layers.items():
             self._errors.restore(layer, counted)
             self._left[layer] = 0
-            progress(each)
         biased = any(fmt.bias for fmt in experts.formats.values())
         self._kinds = {"weight": "expert projections"} | ({"bias": "biases of experts"} if biased else {})
         self._missing: dict[Place, dict[str, Any]] = {

@@ -43,7 +43,7 @@ from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
-from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, make_kernel
+from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, Grouped, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
@@ -178,6 +178,7 @@ class ExpertServer:
         training_bytes: int = 0,
         predictor_room: int = 0,
         decode: Decode = Decode.PLAIN,  # another way only if a self-test has found it right on this device
+        grouped: Grouped = Grouped.PLAIN,  # likewise
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
         on_cpu = device.type == "cpu" and options.link_gbps is None
@@ -188,7 +189,9 @@ class ExpertServer:
         matrices = [matrix for fmt in formats for matrix in fmt.matrices] if len(self.experts.of_kinds) == 1 else []
         try:
             workspace = workspace_bytes(self.experts, device.type)
-            self.kernel: ExpertKernel = make_kernel(device, workspace, matrices, options.activations, decode=decode)
+            self.kernel: ExpertKernel = make_kernel(
+                device, workspace, matrices, options.activations, decode=decode, grouped=grouped
+            )
             for fmt in formats if not isinstance(self.kernel, CpuKernel) else ():
                 check_together(fmt)
         except ValueError as error:

@@ -8,6 +8,7 @@ and needs the idle link time between layers, which MoE layers alone do not have:
 (``prefetch.pace.StepPace``).
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server.expert_server import ExpertServer
 
 CHOICES = "misses.json"  # file name, next to a store
+_LAST = "the last start"  # key of what it chose: the next one most likely chooses it again, and begins with it
 _WAYS: tuple[Literal["share", "fetch"], ...] = ("share", "fetch")
 _WARM_UP, _STEPS = 4, 12
 _REUSED = 0.5  # of a token's experts, as measured from token to token (benchmarks/tiny_moe)
@@ -54,24 +56,34 @@ def choose_misses(
     def made(way: str) -> ExpertServer:
         return make(options.model_copy(update={"misses": way}))
 
-    server = made("fetch")
-    if server.small_batches is None or not server.small_batches.large.most_streamed or native.load() is None:
-        return server
+    server, first = None, None if kept is None else kept_beside(kept, _LAST, MissesChoice)
+    with contextlib.suppress(ConfigError):  # what could be shared then may be impossible now
+        server = None if first is None else made(first.misses)
+    server = server or made("fetch")
+    misses_some = server.small_batches is not None and bool(server.small_batches.large.most_streamed)
+    if not misses_some or native.load() is None:
+        if server.options.misses == "fetch":
+            return server
+        server.close(keep_store=True)
+        return made("fetch")
     key = _identity(server)
     choice = None if kept is None else kept_beside(kept, key, MissesChoice)
     source = "as measured at an earlier start"
     if choice is None:
-        seconds, source = {"fetch": step_seconds(server, activation, clock)}, "as measured now"
+        way, source = server.options.misses, "as measured now"
+        seconds: dict[str, float] = {way: step_seconds(server, activation, clock)}
+        (other,) = (another for another in _WAYS if another != way)
         server.close(keep_store=True)
         try:
-            server = made("share")
+            server = made(other)
         except ConfigError as error:
             say(f"misses are fetched, because they cannot be shared: {error}")
             return made("fetch")
-        seconds["share"] = step_seconds(server, activation, clock)
+        seconds[other] = step_seconds(server, activation, clock)
         choice = MissesChoice(min(_WAYS, key=lambda way: seconds[way]), seconds)
-        if kept is not None:
-            keep_beside(kept, key, choice)
+    if kept is not None:
+        for name in (key, _LAST):
+            keep_beside(kept, name, choice)
     if server.options.misses != choice.misses:
         server.close(keep_store=True)
         server = made(choice.misses)

@@ -9,24 +9,25 @@ import hashlib
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vllm_dymoe import kernels
-from vllm_dymoe.cache.store import HostStore, StoreError
+from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
-from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExperts, PackedExpert, SliceKey
-from vllm_dymoe.kernels import Activation, Decode, expert_reference
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.matrix import MatrixFormat
+from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
-from vllm_dymoe.quantize.dummy import fill_randomly
+from vllm_dymoe.quantize.dummy import RandomStore
 from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
@@ -40,6 +41,10 @@ _WAYS = {
     Decode.PLAIN: "without tensor cores",
     Decode.TENSOR_CORES: "on tensor cores",
     Decode.DEPENDENT: "on tensor cores by launches that depend on each other",
+}
+_GROUPED = {
+    Grouped.PLAIN: "by way of shared memory",
+    Grouped.IN_REGISTERS: "with weights dequantized in registers",
 }
 _COLUMNS = 64  # columns of a program's strip; a wrong strip is off by 1.4 times its values' size
 _STRIP_TOLERANCE = 0.4
@@ -70,10 +75,12 @@ class KernelChoice:
     Attributes:
         obstacle: why the host has to plan; empty if it does not.
         decode: how experts of few tokens are computed.
+        grouped: how experts of more tokens are computed.
     """
 
     obstacle: str
     decode: Decode
+    grouped: Grouped
 
 
 def self_test(
@@ -84,6 +91,7 @@ def self_test(
     *,
     device_plans: bool,
     decode: Decode = Decode.PLAIN,
+    grouped: Grouped = Grouped.PLAIN,
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
@@ -93,10 +101,11 @@ def self_test(
         activations: those of the model's layers, each once.
         device_plans: test device-planned steps, otherwise host-planned ones.
         decode: test this way to compute experts of few tokens.
+        grouped: test this way to compute experts of more tokens.
         kept: file of results; None to test at every start.
         parts: replaces the device's own.
     """
-    variant = _Variant(device_plans, decode)
+    variant = _Variant(device_plans, decode, grouped)
     key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
@@ -108,16 +117,16 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: Decode,
+    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: tuple[Decode, Grouped],
 ) -> KernelChoice:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card.
 
-    Device-side planning is tried before host-side planning, and with each the faster ways to decode first. If the test
-    cannot run, the result is the plain kernels.
+    Device-side planning is tried before host-side planning, with each the faster ways to decode first, and with each of
+    those the faster ways to compute more tokens. If the test cannot run, the result is the plain kernels.
 
     Args:
         say: gets each sentence for the log.
-        at_most: the fastest way to decode that may be chosen.
+        at_most: the fastest ways to decode, and to compute more tokens, that may be chosen.
 
     Raises:
         ConfigError: the plain kernels are wrong with host-side planning, too.
@@ -125,17 +134,18 @@ def tested(
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
     for by_device in (True, False) if device_plans else (False,):
         obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
-        for decode in (way for way in kernels.decode_kernels(device, matrices) if way <= at_most):
-            found = self_test(experts, options, device, activations, device_plans=by_device, decode=decode, kept=kept)
+        for variant, following in pairwise((*_variants(by_device, device, matrices, at_most), None)):
+            assert variant is not None
+            found = self_test(experts, options, device, activations, **vars(variant), kept=kept)
             if found.skipped:
                 say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-                return KernelChoice("", Decode.PLAIN)
+                return KernelChoice("", Decode.PLAIN, Grouped.PLAIN)
             if not found.failure:
-                return KernelChoice(obstacle, decode)
-            about = f"{describe_machine(device)}; {_describe(experts, activations, _Variant(by_device, decode))}"
+                return KernelChoice(obstacle, variant.decode, variant.grouped)
+            about = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
             said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
-            if decode is not Decode.PLAIN:
-                say(f"{said} Experts of few tokens are computed {_WAYS[Decode(decode - 1)]} instead, which is slower.")
+            if following is not None:
+                say(f"{said} Tried next, which is slower: {following.described}.")
             elif by_device:
                 say(f"{said} The host plans instead, which is slower.")
             else:
@@ -149,6 +159,22 @@ class _Variant:
 
     device_plans: bool
     decode: Decode
+    grouped: Grouped
+
+    @property
+    def described(self) -> str:
+        """Return how experts are computed, in words."""
+        return f"experts of few tokens {_WAYS[self.decode]}, of more tokens {_GROUPED[self.grouped]}"
+
+
+def _variants(
+    by_device: bool, device: torch.device, matrices: Sequence[MatrixFormat], at_most: tuple[Decode, Grouped]
+) -> Iterator[_Variant]:
+    """Yield the variants for some formats that may be chosen, the fastest first."""
+    ways = kernels.decode_kernels(device, matrices), kernels.grouped_kernels(device, matrices)
+    for decode, grouped in product(*ways):
+        if decode <= at_most[0] and grouped <= at_most[1]:
+            yield _Variant(by_device, decode, grouped)
 
 
 def describe_machine(device: torch.device) -> str:
@@ -189,7 +215,7 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], variant:
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
         f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
-        f"{'device' if variant.device_plans else 'host'}, decoded {_WAYS[variant.decode]}"
+        f"{'device' if variant.device_plans else 'host'}, {variant.described}"
     )
 
 
@@ -200,9 +226,9 @@ def _run(
     begin, steps, failure = time.perf_counter(), 0, ""
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
-        store = _RandomStore(layer, pinned=device.type == "cuda")
+        store = RandomStore(layer, _DISTINCT, pinned=device.type == "cuda")
         wanted = _options(options, device_plans=variant.device_plans)
-        server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode)
+        server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode, grouped=variant.grouped)
         try:
             for activation, high in product(activations, (True, False) if options.low else (True,)):
                 if options.low:
@@ -242,7 +268,7 @@ class _Work:
     The result is computed in float64 on the CPU, for experts at one precision.
     """
 
-    def __init__(self, store: "_RandomStore", fmt: ExpertFormat, activation: Activation) -> None:
+    def __init__(self, store: RandomStore, fmt: ExpertFormat, activation: Activation) -> None:
         experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(rows, fmt.hidden, generator=generator, dtype=torch.float32).to(fmt.dtype)
@@ -292,50 +318,3 @@ def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activat
     out = run(0, x, weights, ids, activation)
     steps.tell(0)
     return out
-
-
-class _RandomStore(HostStore):
-    """A store of few random experts in memory.
-
-    All experts of a layer share their bytes.
-    """
-
-    whole = True
-
-    def __init__(self, experts: ModelExperts, *, pinned: bool) -> None:
-        self.experts = experts
-        generator = torch.Generator().manual_seed(0)
-        self._slices: dict[tuple[int, int], Tensor] = {}
-        for number, (bits, fmt) in product(range(_DISTINCT), experts.formats.items()):
-            packed = torch.empty(fmt.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            for projection in fmt.projections:
-                fill_randomly(fmt.matrices[projection], packed[fmt.sections[projection]], generator)
-            self._slices[number, bits] = packed
-
-    @property
-    def description(self) -> str:
-        return "random experts of the self-test"
-
-    @property
-    def readable(self) -> bool:
-        return True
-
-    def packed(self, key: SliceKey) -> Tensor:
-        return self._slices[key.expert % _DISTINCT, key.bits]
-
-    def read_into(
-        self, key: SliceKey, destination: Tensor, projections: range = EVERY_PROJECTION, *, wait: bool = True
-    ) -> None:
-        destination.copy_(self.packed(key)[self.experts.formats[key.bits].span(projections)])
-
-    def view(self, number: int, fmt: ExpertFormat) -> PackedExpert:
-        """Return a random expert."""
-        expert: PackedExpert | None = None
-        named = {part: bits for bits, part in self.experts.formats.items()}
-        for part in fmt.slices:
-            expert = part.view(self._slices[number, named[part]], expert)
-        assert expert is not None
-        return expert
-
-    def close(self) -> None:
-        self._slices.clear()

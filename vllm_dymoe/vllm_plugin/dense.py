@@ -2,12 +2,12 @@
 
 They are a 16-bit checkpoint's attention, shared experts and LM head. With experts at 4 bits, these layers are most of
 what a token reads. On a CPU the native library multiplies them, on a GPU vLLM's FP8 kernels (:mod:`~.dense_fp8`).
-Routers, and layers whose weights a model reads itself, keep 16 bits.
+Routers keep 16 bits, and so do layers whose weights a model reads itself and encoders of pictures and sounds, which
+decoding does not read.
 """
 
 import re
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ _PACKED = re.compile(
     r"(.*\.)?([qkv]_proj|qkv_proj|qkv|query_key_value|Wqkv|o_proj|out_proj|dense|gate_up_proj|gate_proj|up_proj|down_proj|"
     r"w1|w2|w3|w13|q_[ab]_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|in_proj_qkvz?)"
 )
-_LINEARS: WeakValueDictionary[int, Linear] = WeakValueDictionary()  # by the address of their bytes
+_ENCODERS = re.compile(r"(.*\.)?\w*(visual|vision|vit|image|video|audio|multi_?modal|mm_projector|resampler)\w*\..*")
 
 
 def packed_method(
@@ -43,7 +43,7 @@ def packed_method(
     if options.dense == 16:
         return None
     on_cpu = current_platform.is_cpu()
-    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix):
+    if isinstance(layer, LinearBase) and _PACKED.fullmatch(prefix) and not _ENCODERS.fullmatch(prefix):
         return PackedLinearMethod(options) if on_cpu else linear_method()
     model = config.model_config
     if isinstance(layer, ParallelLMHead) and getattr(model, "head_dtype", model.dtype) in (None, model.dtype):
@@ -84,7 +84,6 @@ def map_packed(layer: Any, fmt: MatrixFormat) -> torch.Tensor:
     layer.packed = map_bytes(fmt.nbytes)
     layer.linear = Linear(fmt.view(layer.packed))
     layer.packed_rows = fmt.rows
-    _LINEARS[layer.packed.data_ptr()] = layer.linear
     return layer.packed
 
 
@@ -128,17 +127,3 @@ class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
 
 class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
     """The method of a packed LM head."""
-
-
-def _linear(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return _LINEARS[packed.data_ptr()](x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], rows)
-
-
-def _linear_fake(x: torch.Tensor, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
-
-
-_library = torch.library.Library("vllm_dymoe", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor packed, int rows) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-torch.library.register_fake("vllm_dymoe::linear", _linear_fake, lib=_library)

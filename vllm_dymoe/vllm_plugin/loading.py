@@ -18,7 +18,7 @@ from vllm_dymoe.executor.device_planning import plans_on_device, without_device
 from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
-from vllm_dymoe.kernels import Decode
+from vllm_dymoe.kernels import Decode, Grouped
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.policies import Policy, make_policy
 from vllm_dymoe.prefetch import Predictor, PredictorError, RoutedModel, TrainedPredictor
@@ -286,7 +286,7 @@ class Loading:
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
             found = self._tested(store, options, device, policy, obstacle)
-            given |= {"obstacle": found.obstacle, "decode": found.decode}
+            given |= {"obstacle": found.obstacle, "decode": found.decode, "grouped": found.grouped}
         if options.misses == "auto" and device.type == "cuda":
             rates, activation = self._model.rates, self._model.layers[0].activation
             return choose_misses(
@@ -306,7 +306,7 @@ class Loading:
                 found.
         """
         rates, missing = self._model.rates, unreadable(store)
-        slowest = max(Decode)
+        slowest = max(Decode), max(Grouped)
         while True:
             decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]
             found = [
@@ -323,10 +323,10 @@ class Loading:
                 for kind in range(len(store.experts.of_kinds))
             ]
             before, obstacle = obstacle, next(filter(None, (obstacle, *(choice.obstacle for choice in found))), "")
-            slowest = min(choice.decode for choice in found)
-            alike = obstacle == before and all(choice.decode is slowest for choice in found)
+            slowest = min(choice.decode for choice in found), min(choice.grouped for choice in found)
+            alike = obstacle == before and all((choice.decode, choice.grouped) == slowest for choice in found)
             if alike or len(found) == 1:  # else some kinds of layers are tested again, as they will be used
-                return KernelChoice(obstacle, slowest)
+                return KernelChoice(obstacle, *slowest)
 
     @property
     def _look_ahead(self) -> int:

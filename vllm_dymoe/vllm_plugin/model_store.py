@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 from vllm.config import VllmConfig
@@ -25,6 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import (
     MANIFEST,
+    CheckpointStore,
     DamagedStoreError,
     FileStore,
     HostMemoryError,
@@ -45,9 +45,9 @@ from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, st
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.options import ConfigError, Options, store_root
 from vllm_dymoe.quantize import QUANTIZERS
-from vllm_dymoe.quantize.checkpoint import content_fingerprint
+from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
-from vllm_dymoe.quantize.held import Held
+from vllm_dymoe.quantize.held import Held, widened
 from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
@@ -166,14 +166,14 @@ class ModelStore:
                 return
             if isinstance(weight, Tensor):
                 missing = self._width - self.layers[layer].intermediate
-                weight = _widened(weight, projection, missing)
+                weight = widened(weight, projection, missing)
                 if bias:
                     packer.put_bias(layer, expert, projection, weight)
                     return
             if callable(weight) and self._requantize:
                 missing = self._width - self.layers[layer].intermediate
                 dtype = self.layers[layer].dtype
-                packer.put(layer, expert, projection, lambda: _widened(_plain(weight(), dtype), projection, missing))
+                packer.put(layer, expert, projection, lambda: widened(_plain(weight(), dtype), projection, missing))
             else:
                 packer.put(layer, expert, projection, weight)
 
@@ -331,7 +331,7 @@ class ModelStore:
             check_belongs(existing, experts, self.layers[0])
             self._packed_for = existing.manifest.model
         else:
-            existing = cached_store(self._folder, self._manifest)  # of an earlier start
+            existing = self._in_checkpoint() or cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
             # An interrupted start is continued if files prove that it was of the same weights.
             resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
@@ -344,7 +344,10 @@ class ModelStore:
                 self._turn.begin()
                 existing = cached_store(self._folder, self._manifest)
         if existing is not None:
-            logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
+            if isinstance(existing, CheckpointStore):
+                logger.info("vllm-dymoe: experts stay at 16 bits; reading them from %s", existing.description)
+            else:
+                logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
             if not existing.manifest.binds:
                 logger.warning(
                     "vllm-dymoe: this store, of version %d, has no digests of its shards; `vllm-dymoe "
@@ -356,21 +359,47 @@ class ModelStore:
         purpose = json.dumps(self._manifest.to_json())
         resume: dict[str, Any] = {"resume": lambda left: is_journal_of(left, purpose)} if self._content else {}
         writer = self._writer = StoreWriter(self._folder, self._manifest, **resume)
-        total = len(experts.layers) * experts.num_experts * len(experts.projections)
-        what = "Making random experts" if self.dummy else "Quantizing experts"
-        self._progress = tqdm(total=total, desc=what, unit=" projections", dynamic_ncols=True)
+        journal = Journal(writer.partial, purpose) if self._content else None
+        each = experts.num_experts * len(experts.projections)
+        done = 0 if journal is None else len(journal.layers) * each
+        # The estimate is by what this start packs, not by what an earlier one has packed.
+        what, total = "Making random experts" if self.dummy else "Quantizing experts", len(experts.layers) * each
+        self._progress = tqdm(total=total, initial=done, desc=what, unit=" projections", dynamic_ncols=True)
         if self.dummy:
             self.store = self._placed(random_store(experts, writer, config.model_config.seed, self._progress.update))
         else:
             # There is no calibration for a draft's experts.
             quantizer = QUANTIZERS.get(self._options.quantizer, QUANTIZERS[FALLBACK])
-            journal = Journal(writer.partial, purpose) if self._content else None
             if journal is not None and journal.layers:
                 logger.info(
                     "vllm-dymoe: an earlier start was interrupted; of %d layers %d are packed already",
                     len(experts.layers), len(journal.layers),
                 )  # fmt: skip
             self._packer = ExpertPacker(experts, quantizer, writer, self._progress.update, journal)
+
+    def _in_checkpoint(self) -> CheckpointStore | None:
+        """Return the checkpoint's own files, if a packed copy would have equal bytes.
+
+        So it is at 16 bits. Not on a plain CPU unless all are to be in memory (``host_store`` "pinned"): else it maps a
+        packed copy, and computes from that. Nor where a rank has a part of each expert or of the experts, where ranks
+        share a copy, where vLLM moves experts, or with a draft.
+        """
+        config, spec = self._vllm_config, self.layers[0]
+        if self.dummy or not self._content or set(self._options.stored_bits) != {16} or self._formats is not None:
+            return None
+        parallel = config.parallel_config
+        alone = spec.ranks == spec.expert_ranks == 1 and not parallel.enable_eplb and not replicated(parallel)
+        if not alone or config.speculative_config is not None:
+            return None
+        assert self.place is not None
+        if not (self._room.separate or self.place.pinned):
+            return None
+        try:
+            checkpoint = Checkpoint.open(local_folder(config))
+        except CheckpointError:
+            return None  # an unusual one, whose experts vLLM's loader brings
+        places = checkpoint.plain_places(self.experts)
+        return None if places is None else CheckpointStore(checkpoint.folder, self._manifest, places)
 
     @cached_property
     def _room(self) -> HostRoom:
@@ -428,16 +457,6 @@ def _plain(weight: Tensor | Held, dtype: torch.dtype) -> Tensor:
     except ValueError as error:
         raise StoreError(f"an expert cannot be dequantized: {error}") from error
     return weight.dequantize()
-
-
-def _widened(part: Tensor, projection: Projection, missing: int) -> Tensor:
-    """Return a weight or bias padded with zeros to the widest expert.
-
-    Columns of down are padded, and rows of the others.
-    """
-    if not missing or (projection is Projection.DOWN and part.dim() == 1):
-        return part
-    return F.pad(part, (0, missing) if projection is Projection.DOWN or part.dim() == 1 else (0, 0, 0, missing))
 
 
 def _fill_up(packer: ExpertPacker, layer: int, first: int) -> None:

@@ -80,14 +80,16 @@ def apply_patches() -> None:
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse options in the user's process, and settle CUDA graphs and workers.
 
-    Refusals come before weights are loaded. Decisions taken on the host must not be captured in a CUDA graph, and the
-    worker methods must exist without another flag. If the user has not set the number of tokens of a step, the cost of
-    the link decides; vLLM then derives everything anew.
+    Decisions taken on the host must not be captured in a CUDA graph, and the worker methods must exist without another
+    flag. Where nothing of the plugin was set, it chooses as `vllm-dymoe serve` does. If the user has not set the number
+    of tokens of a step, the cost of the link decides; vLLM then derives everything anew.
     """
     # vLLM writes derived values into its own arguments, and refuses some of these when it finds them again.
     given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
     config = original(self, *args, **kwargs)
     ours = config.model_config is not None and config.model_config.quantization == "dymoe"
+    if ours and (chosen := prepare.chosen_options(config)):
+        self.additional_config = config.additional_config = given["additional_config"] = chosen
     if ours and given["max_num_batched_tokens"] is None and (tokens := prepare.tokens_of_step(config)):
         vars(self).update(given, max_num_batched_tokens=tokens)
         config = original(self, *args, **kwargs)

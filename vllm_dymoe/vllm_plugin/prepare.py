@@ -3,6 +3,8 @@
 They come after vLLM has made its configuration and before anything loads.
 """
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +24,20 @@ from vllm_dymoe.executor.device_planning import plans_on_device, without_device
 from vllm_dymoe.experts.encoding import LATTICES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.plan.here import choose_here
 from vllm_dymoe.plan.model import is_moe
+from vllm_dymoe.plan.ranks import Ranks
+from vllm_dymoe.plan.start import Asked, read_model
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch.checkpoint import PredictorError, read_card
 from vllm_dymoe.quantize.model_config import EXPERT_INPUTS, TOP_K, has_gate
 from vllm_dymoe.quantize.readers.base import PLAIN_READER, format_fields, kept_format, own_formats
 from vllm_dymoe.quantize.tensors import CheckpointError
+from vllm_dymoe.resolve import options_of_environment
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.balance import refuse_balancing
 from vllm_dymoe.vllm_plugin.chunks import larger_chunk
+from vllm_dymoe.vllm_plugin.dense import check_dense
 from vllm_dymoe.vllm_plugin.graphs import settle_graphs
 from vllm_dymoe.vllm_plugin.model_files import (
     check_checkpoint,
@@ -94,6 +101,41 @@ def prepare(config: VllmConfig) -> None:
         settle_graphs(config, needs_no_host=alone, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
     _ask_for_every_weight(config)
+
+
+def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
+    """Return additional_config with the options that `vllm-dymoe serve` would choose.
+
+    None if the user has set an option, or says with an empty ``dymoe`` that the defaults are to be taken.
+    """
+    additional, model, parallel = config.additional_config, config.model_config, config.parallel_config
+    told = options_of_environment(os.environ)
+    if not isinstance(additional, Mapping) or "dymoe" in additional or told.keys() - {"store_dir"}:
+        return None
+    if config.load_config.load_format == "dummy" or config.speculative_config is not None:
+        return None
+    cached, steps = config.cache_config, config.scheduler_config
+    sizes = parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.pipeline_parallel_size
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    try:
+        check_dense(Options(dense=8), quantized=config.lora_config is not None)
+    except ConfigError:  # only 16 bits are possible here
+        told = {"dense": 16, **told}
+    try:
+        asked = Asked(
+            told, max_model_len=model.max_model_len, max_num_batched_tokens=steps.max_num_batched_tokens,
+            kv_cache_dtype=str(cached.cache_dtype), gpu_memory_utilization=cached.gpu_memory_utilization,
+            kv_cache_space=float(space) if space else None, ranks=Ranks(*sizes, ep=parallel.enable_expert_parallel),
+        )  # fmt: skip
+        _, start = choose_here(read_model(str(model.model)), asked)
+    except (ConfigError, CheckpointError, OSError, ValueError) as error:
+        logger.warning("vllm-dymoe: nothing was chosen for this machine, so that the defaults are used: %s", error)
+        return None
+    logger.info(
+        "vllm-dymoe: no option was set, so that those of `vllm-dymoe serve` are used: %s (planned: %.3g tokens/s); "
+        "set additional_config.dymoe to {} for the defaults.", json.dumps(dict(start.options)), start.tokens_per_second,
+    )  # fmt: skip
+    return {**additional, "dymoe": dict(start.options)}
 
 
 def tokens_of_step(config: VllmConfig) -> int | None:

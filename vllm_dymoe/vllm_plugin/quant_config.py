@@ -161,8 +161,9 @@ class DymoeConfig(QuantizationConfig):
         # vLLM passes this very dictionary to from_config, and nothing else of the model.
         model = {key: getattr(hf_config, key, None) for key in ("model_type", EXPERT_DTYPE)}
         hf_quant_cfg.update(with_expert_dtype(hf_quant_cfg, model))
-        if rules := hf_quant_cfg.get("dynamic"):
-            hf_quant_cfg["dynamic"] = {_shown_to_drafts(pattern): rule for pattern, rule in rules.items()}
+        for said in (hf_quant_cfg, getattr(hf_config, "quantization_config", None)):  # the latter is read by drafts
+            if isinstance(said, dict) and (rules := said.get("dynamic")):
+                said["dynamic"] = {_shown_to_drafts(pattern): rule for pattern, rule in rules.items()}
         with _as_config_error():
             check_method(hf_quant_cfg)
         return "dymoe"
@@ -319,7 +320,7 @@ def read_options(
         if not reader.mixed or reader.keeps(options.stored_bits):
             with _as_config_error():
                 check_compatible(usual, options.stored_bits, options.group_size, *columns)
-                for own in {own for pair in reader.layers.values() for own in pair or ()}:
+                for own in {own for pair in reader.layers.values() for own in pair}:
                     own_sizes = store_group_sizes(own, *columns)
                     check_compatible(own, (own.bits,), own_sizes[0] if own_sizes else 0, *columns)
             return options

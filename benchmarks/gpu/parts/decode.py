@@ -31,7 +31,7 @@ from parts.stack import Stack, pinned_store
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.executor import cpu_worker
 from vllm_dymoe.experts.encoding import NESTED, STEPS
-from vllm_dymoe.kernels import Decode, native
+from vllm_dymoe.kernels import Decode, Grouped, native
 from vllm_dymoe.kernels.triton.start import run_kernel
 
 DEVICE = "cuda"
@@ -41,6 +41,8 @@ LAUNCHES = (
     *(Launch(code, 13, tensor_cores=16, warps=8, sizes=(1100, 500)) for code in (STEPS[4], NESTED[4])),
     Launch(STEPS[4], 5, tensor_cores=8, group=32, bias=True, act_order=True, integer_zeros=True),
     Launch(STEPS[4], 3, **SHARED, tensor_cores=8, dependent=True, sizes=(2048, 768)),
+    *(Launch(code, 90, grouped=True, sizes=(2048, 768)) for code in (*STEPS.values(), *NESTED.values())),
+    *(Launch(code, 12, grouped=True, sizes=(1104, 504), dtype=torch.float16) for code in (STEPS[4], NESTED[4])),
 )
 ALONE = tuple(Launch(code, 1, tensor_cores=8, sizes=(2048, 768)) for code in (STEPS[4], NESTED[4], STEPS[2]))
 BESIDE = (5, 8), (8, 16), (16, 16)
@@ -50,7 +52,7 @@ MODEL = Model(layers=4, experts=64, top_k=8, hidden=2048, intermediate=768)
 KERNEL_LAYERS, KERNEL_PRECISIONS = LAYERS[:2], ("4", "4/2")
 DECODE_TOKENS, PROMPT_TOKENS = (1, 4, 16), (512, 2048, 8192)
 STEPS_MEASURED = 50
-PROFILED = "mma_gate_up_kernel", "mma_down_kernel", "grouped_gate_up_kernel"
+PROFILED = "mma_gate_up_kernel", "mma_down_kernel", "mma_grouped_gate_up_kernel"
 
 
 class Card:
@@ -128,21 +130,18 @@ def _ways() -> tuple[Decode, ...]:
 
 
 def _compile(layer: Model, precisions: str, decode: Decode) -> None:
-    compile_layer(layer, precisions, decode)
+    compile_layer(layer, precisions, decode, Grouped.PLAIN if decode is Decode.PLAIN else Grouped.IN_REGISTERS)
 
 
 def _measure_kernels(record: Recorder, machine: Machine) -> None:
-    """Measure decode in each way, and then prompts.
-
-    The ways to decode alternate, few tokens first; prompts have one kind of kernels so far.
-    """
+    """Measure decode in each way, few tokens first, and then prompts in each way."""
     for count, layer, precisions in product(DECODE_TOKENS, KERNEL_LAYERS, KERNEL_PRECISIONS):
         for decode in _ways():
             with record.check(f"{layer.name}, {precisions} bits, {count} tokens, {decode.name}, could be measured"):
                 measure_layer(record, machine, layer, precisions, count, decode)
-    for count, layer in product(PROMPT_TOKENS, KERNEL_LAYERS):
-        with record.check(f"{layer.name}, {count} tokens, could be measured"):
-            measure_layer(record, machine, layer, KERNEL_PRECISIONS[0], count, Decode.TENSOR_CORES)
+    for count, layer, grouped in product(PROMPT_TOKENS, KERNEL_LAYERS, Grouped):
+        with record.check(f"{layer.name}, {count} tokens, {grouped.name}, could be measured"):
+            measure_layer(record, machine, layer, KERNEL_PRECISIONS[0], count, Decode.TENSOR_CORES, grouped)
 
 
 def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
@@ -185,7 +184,7 @@ def profiled(record: Recorder) -> None:
     machine = Machine("", 1.0, 1.0, 1.0)
     for count in (1, 512):
         with record.check(f"{count} tokens could be launched"):
-            measure_layer(record, machine, KERNEL_LAYERS[1], "4", count, Decode.TENSOR_CORES, least=0.0)
+            measure_layer(record, machine, KERNEL_LAYERS[1], "4", count, max(_ways()), max(Grouped), least=0.0)
 
 
 def _profile(record: Recorder) -> None:

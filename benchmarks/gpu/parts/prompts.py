@@ -16,7 +16,7 @@ from parts.decided import DevicePlannedSteps, server_of
 from parts.speeds import OfAllLayers
 from parts.stack import Stack, pinned_store
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.kernels import Decode
+from vllm_dymoe.kernels import Decode, Grouped
 from vllm_dymoe.policies.base import Policy
 from vllm_dymoe.policies.duoserve import DuoServe
 from vllm_dymoe.policies.exact import Exact
@@ -56,7 +56,8 @@ def _measure_large(
 
     Both are compared with what link or card need for it.
     """
-    server = server_of(stack, store, BITS, budget, OfAllLayers, decode=Decode.TENSOR_CORES)
+    ways = {"decode": Decode.TENSOR_CORES, "grouped": Grouped.IN_REGISTERS}
+    server = server_of(stack, store, BITS, budget, OfAllLayers, **ways)
     steps = DevicePlannedSteps(stack, server, tokens, launched=True, large=True)
     inputs = [stack.inputs(tokens, seed) for seed in range(LARGE_STEPS)]
     steps.step(inputs[0])

@@ -21,7 +21,7 @@ from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.experts.format import SliceKey
-from vllm_dymoe.kernels import Activation, Decode, expert_reference
+from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -120,6 +120,7 @@ class Stack:
         policy: Policy | None = None,
         threads: int | None = None,
         decode: Decode = Decode.PLAIN,
+        grouped: Grouped = Grouped.PLAIN,
         **options: Any,
     ) -> ExpertServer:
         """Return a server at a budget, which can also be "minimum".
@@ -138,7 +139,8 @@ class Stack:
         if policy is None:
             policy = ByNumber(look_ahead=prefetching.prefetch is not None) if low else prefetching
         predictor = prefetching.prefetch and prefetching.prefetch.make(routed)
-        server = ExpertServer(store, chosen, DEVICE, policy=policy, engine=engine, predictor=predictor, decode=decode)
+        ways: dict[str, Any] = {"decode": decode, "grouped": grouped}
+        server = ExpertServer(store, chosen, DEVICE, policy=policy, engine=engine, predictor=predictor, **ways)
         if budget != "100%":
             server.resize(server.minimum_budget if budget == "minimum" else budget)
         return server

@@ -174,11 +174,19 @@ def test_a_store_of_one_version_holds_every_layer_in_its_own_format(config, tens
             assert (matrix.integer_zeros, matrix.act_order) == (held.asymmetric, held.act_order)
 
 
-def test_a_gate_of_another_format_than_up_is_dequantized():
-    rule = {"dynamic": {r".*gate_proj": {"bits": 8}}}
+def test_gate_and_up_of_two_formats_have_16_bits_where_they_are():
+    """The layer's down projections, and all other layers, keep their codes."""
+    rule = {"dynamic": {r".*layers\.1\..*gate_proj": {"bits": 8}}}
     reader = make_reader(SYMMETRIC | rule, modules_of(experts(), LAYERS)[0])
     assert reader.mixed
-    assert not reader.keeps((4,))
+    assert reader.keeps((4,))
+    usual = kept_format(reader.usual, ExpertFormat(128, 64, PLAIN, 64, torch.bfloat16), 64, 1)
+    own = own_formats(reader, {layer: layer for layer in range(LAYERS)}, usual, 64, 1)
+    assert [[matrix.encoding for matrix in own.get(n, usual).matrices] for n in range(LAYERS)] == [
+        [FOUR, FOUR, FOUR],
+        [PLAIN, PLAIN, FOUR],
+        [FOUR, FOUR, FOUR],
+    ]
 
 
 REFUSED = {

@@ -75,7 +75,16 @@ class _Layer(NamedTuple):
     expected: dict[int, torch.Tensor]  # checksums by bits: int64 [experts, projections]
 
 
-class _Stamp(NamedTuple):
+class Piece(NamedTuple):
+    """Adjacent bytes of a file."""
+
+    path: Path
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Stamp(NamedTuple):
     """A file's metadata, which every write changes."""
 
     size: int
@@ -83,7 +92,7 @@ class _Stamp(NamedTuple):
     changed: int  # ns; a process cannot set it
 
     @classmethod
-    def of(cls, file: int) -> "_Stamp":
+    def of(cls, file: int) -> "Stamp":
         status = os.fstat(file)
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -106,25 +115,15 @@ class FileStore(HostStore):
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] | None = None) -> None:
-        self.folder = folder
-        self.manifest = Manifest.read(folder)
-        held = self.manifest.experts
+        manifest = Manifest.read(folder)
+        held = manifest.experts
         if layers is not None and not set(layers) <= set(held.layers):
             raise StoreError(
                 f"the experts in {folder} are for the layers {list(held.layers)}, but {list(layers)} are needed; "
                 "write the store again for this model."
             )
-        self.experts = held if layers is None else replace(held, layers=layers)
-        self.counts, self._pacer = DiskCounts(), Pacer()
-        self._reading, self._direct, self._turns = Reading(), False, threading.Semaphore()
-        self._layers: list[_Layer] = []
-        self._descriptors: list[int] = []
-        self._verified: dict[SliceKey, frozenset[int]] = {}
-        self._stamps: list[_Stamp] = []
-        self._looked: list[float] = []  # when each mapped file was checked
-        self._maps: list[MappedFile] = []
-        self.unmapped, self.lost_before = "", lost_pages()
-        _check_descriptors(folder, len(self.experts.layers))
+        self._prepare(folder, manifest, held if layers is None else replace(held, layers=layers))
+        check_descriptors(folder, len(self.experts.layers))
         try:
             for layer_index in self.experts.layers:
                 position = held.layers.index(layer_index)
@@ -132,6 +131,19 @@ class FileStore(HostStore):
         except BaseException:
             self.close()
             raise
+
+    def _prepare(self, folder: Path, manifest: Manifest, experts: ModelExperts) -> None:
+        """Set what stores of all kinds have before a file is open."""
+        self.folder, self.manifest, self.experts = folder, manifest, experts
+        self.counts, self._pacer = DiskCounts(), Pacer()
+        self._reading, self._direct, self._turns = Reading(), False, threading.Semaphore()
+        self._layers: list[_Layer] = []
+        self._descriptors: list[int] = []
+        self._verified: dict[SliceKey, frozenset[int]] = {}
+        self._stamps: list[Stamp] = []
+        self._looked: list[float] = []  # when each mapped file was checked
+        self._maps: list[MappedFile] = []
+        self.unmapped, self.lost_before = "", lost_pages()
 
     @property
     def description(self) -> str:
@@ -147,10 +159,10 @@ class FileStore(HostStore):
     @reading.setter
     def reading(self, way: Reading) -> None:
         self._reading, self._turns = way, threading.Semaphore(way.depth)
-        self._direct = all([set_direct(layer.file, direct=way.direct) for layer in self._layers])
+        self._direct = all([set_direct(file, direct=way.direct) for file in self._descriptors])
         if not self._direct:
-            for layer in self._layers:
-                set_direct(layer.file, direct=False)
+            for file in self._descriptors:
+                set_direct(file, direct=False)
 
     @property
     def depth(self) -> int:
@@ -175,19 +187,19 @@ class FileStore(HostStore):
             every = list(all_keys(self.experts))
             fmt = max(map(self.experts.format, every), key=lambda fmt: fmt.nbytes)
             keys = [key for key in every if self.experts.format(key) == fmt]
-            whole, before = fmt.span(EVERY_PROJECTION), self.reading
+            before = self.reading
 
             def use(reading: Reading) -> bool:
                 self.reading = reading
                 return self._direct
 
             def read(number: int) -> int:
-                self._fill(keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), whole)
+                self._fill(keys[number], torch.empty(fmt.nbytes, dtype=torch.uint8), EVERY_PROJECTION)
                 return fmt.nbytes
 
             def forget(number: int) -> None:
-                key = keys[number]
-                _forget(self._layers[key.layer].file, self._begin(key), fmt.nbytes)
+                for piece in self._pieces(keys[number], EVERY_PROJECTION):
+                    _forget(piece.file, piece.offset, piece.nbytes)
 
             try:
                 now = measure_rates(use, read, forget, range(len(keys)), fmt.nbytes)
@@ -203,7 +215,7 @@ class FileStore(HostStore):
         span = self.experts.format(key).span(projections)
         self._look(key.layer)
         with self.counts.reading(span.stop - span.start):
-            from_disk = self._fill(key, destination, span, wait=wait)
+            from_disk = self._fill(key, destination, projections, wait=wait)
         checks = from_disk or self.reading.check == "always"
         if checks or not self._verified.get(key, _NOTHING).issuperset(projections):
             self.check(key, destination, projections)
@@ -295,24 +307,32 @@ class FileStore(HostStore):
         If it was, its slices are verified again.
         """
         try:
-            now = _Stamp.of(self._layers[layer].file)
+            now = Stamp.of(self._layers[layer].file)
         except OSError as error:
-            raise _cannot_read(self._layers[layer].path, error) from error
+            raise cannot_read(self._layers[layer].path, error) from error
         if now != self._stamps[layer]:
             for key in [key for key in list(self._verified) if key.layer == layer]:
                 self._verified.pop(key, None)
             self._stamps[layer] = now
 
-    def _fill(self, key: SliceKey, destination: torch.Tensor, span: slice, *, wait: bool = True) -> bool:
-        """Read a part of a slice.
+    def _pieces(self, key: SliceKey, projections: range) -> list[Piece]:
+        """Return where adjacent projections of a slice are, in order."""
+        layer, span = self._layers[key.layer], self.experts.format(key).span(projections)
+        return [Piece(layer.path, layer.file, self._begin(key) + span.start, span.stop - span.start)]
 
-        Returns whether a disk was read, as far as the system reports it.
-        """
-        begun, reading, direct = time.perf_counter(), self._reading, self._direct
-        path, file = self._layers[key.layer][:2]
-        offset, nbytes = self._begin(key) + span.start, span.stop - span.start
-        if not wait and (direct or reading.bytes_per_second):
+    def _fill(self, key: SliceKey, destination: torch.Tensor, projections: range, *, wait: bool = True) -> bool:
+        """Read a part of a slice; return whether a disk was read, as far as the system reports it."""
+        if not wait and (self._direct or self._reading.bytes_per_second):
             raise BlockingIOError(errno.EAGAIN, "the read would have to wait for a disk")
+        begin, from_disk = 0, False
+        for piece in self._pieces(key, projections):
+            from_disk |= self._read(piece, destination[begin : begin + piece.nbytes], key.expert, wait=wait)
+            begin += piece.nbytes
+        return from_disk
+
+    def _read(self, piece: Piece, destination: torch.Tensor, expert: int, *, wait: bool) -> bool:
+        begun, reading, direct = time.perf_counter(), self._reading, self._direct
+        path, file, offset, nbytes = piece
         try:
             if direct:
                 with self._turns:
@@ -322,17 +342,21 @@ class FileStore(HostStore):
         except BlockingIOError:
             raise
         except OSError as error:
-            raise _cannot_read(path, error, f" at expert {key.expert}") from error
+            raise cannot_read(path, error, f" at expert {expert}") from error
         if done < nbytes:
             raise DamagedStoreError(
-                f"{path} ends at byte {offset + done}, inside expert {key.expert}; "
-                f"the file was truncated: {_again(self.folder)}."
+                f"{path} ends at byte {offset + done}, inside expert {expert}; the file was truncated: {self._again}."
             )
         if reading.drops and not direct:
             _forget(file, offset, nbytes)
         if reading.bytes_per_second:
             self._pacer.wait(nbytes, begun, reading.bytes_per_second)
         return from_disk or reading.bytes_per_second is not None
+
+    @property
+    def _again(self) -> str:
+        """What the user can do about a damaged file."""
+        return _again(self.folder)
 
     def close(self) -> None:
         self._maps.clear()
@@ -369,13 +393,13 @@ class FileStore(HostStore):
         try:
             file = open_regular(path)
             self._descriptors.append(file)
-            self._stamps.append(_Stamp.of(file))
+            self._stamps.append(Stamp.of(file))
             self._looked.append(time.monotonic())
             self._layers.append(self._read_tables(layer_index, path, file, slices))
         except FileNotFoundError as error:
             raise DamagedStoreError(f"{path} of the expert store is missing; {_again(self.folder)}.") from error
         except OSError as error:
-            raise _cannot_read(path, error) from error
+            raise cannot_read(path, error) from error
 
     def _read_tables(self, layer_index: int, path: Path, file: int, slices: Mapping[int, SlicePlace]) -> _Layer:
         places = read_header(path, file)
@@ -410,7 +434,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     replace_file(path, (json.dumps(manifest.to_json(), indent=2) + "\n").encode())
 
 
-def _check_descriptors(folder: Path, needed: int) -> None:
+def check_descriptors(folder: Path, needed: int) -> None:
     """Raise StoreError if opening ``needed`` files would exceed this process's limit."""
     with contextlib.suppress(OSError):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -474,8 +498,8 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
     return place
 
 
-def _cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
-    """Return a StoreError for a fault that may be temporary or only this process's.
+def cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
+    """Return a StoreError for a fault that may be temporary or specific to this process.
 
     Such a fault is no reason to write the store again.
     """

@@ -69,15 +69,12 @@ class Reader:
         """
         return self
 
-    def of_layer(self, layer: int) -> "tuple[Reader, Reader] | None":
-        """Return the readers of a layer's gate and up, and of its down projections.
-
-        None if gate and up have two.
-        """
+    def of_layer(self, layer: int) -> "tuple[Reader, Reader]":
+        """Return the readers in whose formats a layer is packed: gate and up, down."""
         return self, self
 
     @property
-    def layers(self) -> "dict[int, tuple[Reader, Reader] | None]":
+    def layers(self) -> "dict[int, tuple[Reader, Reader]]":
         """By layer, the readers of layers that may differ, see :meth:`of_layer`."""
         return {}
 
@@ -153,8 +150,9 @@ PLAIN_READER = Reader("", PLAIN, None, {"weight": FLOATS}, _not_held)  # for 16-
 class MixedReader(Reader):
     """Reads experts whose format differs between layers or projections.
 
-    A store with one version of each expert holds every matrix as it is, if gate and up of a layer have one format. Any
-    other store holds what they dequantize to, as the weights of a 16-bit checkpoint.
+    A store with one version of each expert holds every matrix as it is, except gate and up of a layer where these two
+    have different formats: they get 16 bits. Any other store holds what all of them dequantize to, as the weights of a
+    16-bit checkpoint.
     """
 
     readers: Mapping[tuple[int, Projection], Reader] = field(default_factory=dict)
@@ -168,21 +166,21 @@ class MixedReader(Reader):
     def at(self, layer: int, projection: Projection) -> Reader:
         return self.readers.get((layer, projection), PLAIN_READER)
 
-    def of_layer(self, layer: int) -> tuple[Reader, Reader] | None:
+    def of_layer(self, layer: int) -> tuple[Reader, Reader]:
         gate, up, down = (self.at(layer, projection) for projection in Projection)
-        return (up, down) if gate is up or (layer, Projection.GATE) not in self.readers else None
+        return up if gate is up or (layer, Projection.GATE) not in self.readers else PLAIN_READER, down
 
     @property
-    def layers(self) -> dict[int, tuple[Reader, Reader] | None]:
+    def layers(self) -> dict[int, tuple[Reader, Reader]]:
         return {layer: self.of_layer(layer) for layer in sorted({layer for layer, _ in self.readers})}
 
     @property
     def usual(self) -> tuple[Reader, Reader]:
-        pairs = [pair for pair in self.layers.values() if pair is not None]
+        pairs = list(self.layers.values())
         return max(pairs, key=lambda pair: (pairs.count(pair), pair[0].bits), default=(PLAIN_READER, PLAIN_READER))
 
     def keeps(self, bits: Sequence[int]) -> bool:
-        return None not in self.layers.values() and tuple(bits) == (self.usual[0].bits,)
+        return tuple(bits) == (self.usual[0].bits,)
 
     @property
     def mixed(self) -> bool:
@@ -284,9 +282,7 @@ def own_formats(
     """
     found = {}
     for number, layer in layers.items():
-        pair = reader.of_layer(layer)
-        assert pair is not None
-        fmt = kept_format(pair, usual, rank_columns, ranks)
+        fmt = kept_format(reader.of_layer(layer), usual, rank_columns, ranks)
         if fmt != usual:
             found[number] = fmt
     return found

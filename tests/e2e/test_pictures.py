@@ -1,0 +1,31 @@
+"""Models that see pictures: vLLM's own vision tower, and stock vLLM's answers at every budget."""
+
+import pytest
+
+from tests.e2e.engines import answer, answers_at_budgets, check_logprobs_close, equal_share, server_of, small_engine
+from tests.e2e.pictures import SEEING, TAKES_PICTURES
+
+pytestmark = pytest.mark.engine
+
+
+def methods_of_tower(worker):
+    modules = worker.model_runner.model.named_modules()
+    return {type(m.quant_method).__name__ for name, m in modules if "visual." in name and hasattr(m, "quant_method")}
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-moe", "qwen3.5-moe"])
+def test_answers_about_pictures_are_vllms_at_every_budget(name, tmp_path):
+    folder = SEEING[name].save(tmp_path / name)
+    prompts = SEEING[name].prompts()
+    with small_engine(folder, **TAKES_PICTURES) as llm:
+        want = answer(llm, prompts, 8)
+        other = [prompt | {"multi_modal_data": prompts[2]["multi_modal_data"]} for prompt in prompts[:1]]
+        (unlike,) = answer(llm, other, 8)
+    with small_engine(folder, {"high": 16}, **TAKES_PICTURES) as llm:
+        assert len(server_of(llm).experts.layers) == 2
+        (methods,) = llm.collective_rpc(methods_of_tower)
+        assert methods == {"UnquantizedLinearMethod"}, "the vision tower is vLLM's"
+        got = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, prompts, 8))
+    check_logprobs_close(got, want)
+    assert equal_share(got, want) > 0.8
+    assert unlike.logprobs != want[0].logprobs, "the picture changes nothing"

@@ -1,0 +1,146 @@
+"""Large batches with weights in registers: compiled for a card, and run on the host, against float64 and a plain sum.
+
+Gluon has no interpreter, so what runs here is the PTX that the installed Triton makes.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.benchmarks import modules_of
+from vllm_dymoe.experts.encoding import E8, MXFP4, NESTED, STEPS
+from vllm_dymoe.kernels import Activation, Curve, Grouped, dequantize
+
+pytest.importorskip("triton")
+
+from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
+from vllm_dymoe.kernels.triton.launch import fastest_grouped
+from vllm_dymoe.kernels.triton.plan import DECODE
+
+TWIN = 3e-4
+"""Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
+ENCODINGS = [*STEPS.values(), *NESTED.values()]
+
+
+@pytest.fixture(scope="module")
+def host():
+    with modules_of("gpu"):
+        import launched
+
+        yield launched
+
+
+def from_rounded_weights(launch, ran):
+    """Distance from float32 sums with the weights that both kernels round to 16 bits, relative to them."""
+
+    def products(x, packed):
+        sums = x.float() @ dequantize(packed).to(x.dtype).float().T
+        return sums if packed.bias is None else sums + packed.bias.float()
+
+    gate, up, down = ran.expert
+    inner = launch.activation.gated(products(ran.x, gate), products(ran.x, up)).to(ran.x.dtype)
+    want = products(inner, down).to(ran.x.dtype)
+    return float((ran.out.float() - want.float()).norm() / want.norm())
+
+
+def right(host, launch, architecture=90):
+    ran = host.ran(launch, host.Host(architecture))
+    assert ran.error < host.TOLERANCE
+    assert from_rounded_weights(launch, ran) < TWIN
+    return ran
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+def test_every_integer_encoding_is_right(host, encoding):
+    right(host, host.Launch(encoding, 11, grouped=True))
+
+
+@pytest.mark.parametrize("encoding", NESTED.values(), ids=lambda encoding: encoding.name)
+def test_base_slices_alone_are_right(host, encoding):
+    right(host, host.Launch(encoding, 3, grouped=True, low=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 32, "sizes": (96, 40), "integer_zeros": True, "bias": True},
+        {"group": 256, "encoding": STEPS[2], "sizes": (512, 72)},
+        {"group": 128, "encoding": NESTED[8], "sizes": (264, 64), "dtype": torch.float16},
+        {"dtype": torch.float16, "encoding": NESTED[4], "low": True},
+        {"activation": Activation(Curve.RELU2, has_gate=False), "bias": True, "sizes": (64, 320)},
+    ],
+    ids=str,
+)
+def test_other_formats_are_right(host, options):
+    right(host, host.Launch(**{"encoding": STEPS[4], "tokens": 2, "grouped": True, **options}))
+
+
+def test_a_token_has_the_same_bits_alone_and_beside_others(host):
+    launch = host.Launch(STEPS[4], 1, grouped=True, sizes=(136, 72))
+    alone = right(host, launch).out
+    for tokens in (8, 9, 17, 33, 70):  # tiles of 8, 16, 32 and 64 positions, and a second item
+        beside = right(host, replace(launch, tokens=tokens)).out
+        assert torch.equal(beside[:1], alone), tokens
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 120])
+def test_other_architectures_are_right(host, architecture):
+    right(host, host.Launch(NESTED[4], 20, grouped=True, sizes=(136, 72)), architecture)
+
+
+def no_barrier(ptx):
+    return re.sub(r"\bbar\.sync\s+0;", "", ptx)
+
+
+def no_wait(ptx):
+    return ptx.replace("cp.async.wait_group", "// ")
+
+
+def another_center(ptx):
+    return ptx.replace("0xc308c308", "0xc309c309")  # 137 for 136
+
+
+def another_column(ptx):
+    return ptx.replace("0x5410;", "0x1054;")
+
+
+@pytest.mark.parametrize("fault", [no_barrier, no_wait, another_center, another_column])
+def test_faults_in_the_compiled_code_are_found(host, fault):
+    def changed(ptx):
+        assert fault(ptx) != ptx, "the compiler writes this otherwise now"
+        return fault(ptx)
+
+    launch = host.Launch(STEPS[4], 1, grouped=True, sizes=(136, 72))
+    assert not host.ran(launch, host.Host(90, changed)).error < host.TOLERANCE
+
+
+def kernel_of(grouped):
+    return TritonKernel("cpu", grouped=grouped)
+
+
+def test_items_have_up_to_64_positions_whatever_remains():
+    shape, counts = ExpertShape(128, 64, 32, torch.bfloat16), [1, 17, 64, 65, 200]
+    tiles, plan = kernel_of(Grouped.IN_REGISTERS).plan(shape, frozenset({4}), counts)
+    assert all(tile.in_registers for tile in (*tiles.grouped_gate_up, *tiles.grouped_down))
+    sizes = [last - first for _, first, last in plan.items]
+    assert sizes == [1, 17, 64, 64, 1, 64, 64, 64, 8]
+    assert [run.grouped for run in plan.runs] == [DECODE, 0]
+
+
+@pytest.mark.parametrize(
+    ("precisions", "columns", "architecture", "act_order", "fastest"),
+    [
+        ({4, 2}, (128, 64), 80, False, Grouped.IN_REGISTERS),
+        ({8}, (128, 64), 120, False, Grouped.IN_REGISTERS),
+        ({4, 2}, (128, 64), 75, False, Grouped.PLAIN),
+        ({4}, (128, 64), 90, True, Grouped.PLAIN),
+        ({4}, (128, 36), 90, False, Grouped.PLAIN),
+        ({16, 4}, (128, 64), 90, False, Grouped.PLAIN),
+        ({MXFP4.tag}, (128, 64), 90, False, Grouped.PLAIN),
+        ({E8.tag}, (128, 64), 90, False, Grouped.PLAIN),
+    ],
+)
+def test_cards_and_codes_without_such_a_kernel_have_none(precisions, columns, architecture, act_order, fastest):
+    assert fastest_grouped(precisions, columns, architecture, act_order=act_order) is fastest

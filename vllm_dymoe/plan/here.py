@@ -1,0 +1,52 @@
+"""What is chosen for a model on this machine, kept for the next start.
+
+Kept by machine, card, driver, storage and model, and by what the user's arguments say; if one of these changes, it is
+made again.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_dymoe import __version__
+from vllm_dymoe.durable import keep_beside, kept_beside, make_folders
+from vllm_dymoe.options import cache_folder, store_root
+from vllm_dymoe.plan.machine import KEPT, Machine, Probe, machine_here
+from vllm_dymoe.plan.model import config_folder
+from vllm_dymoe.plan.start import Asked, Model, Start, choose
+
+STARTS = "starts.json"  # file name, in the cache folder
+
+
+def choose_here(
+    model: Model, asked: Asked, arguments: Sequence[str] = (), *, retune: bool = False
+) -> tuple[Machine, Start]:
+    """Return this machine, and what was chosen for a model on it.
+
+    ConfigError if the machine cannot be measured, or if nothing fits.
+
+    Args:
+        arguments: what else is part of the question.
+        retune: measure the machine and choose again.
+    """
+    store, folder = (
+        store_root(Path(asked.options["store_dir"]) if "store_dir" in asked.options else None),
+        cache_folder(),
+    )
+    probe = Probe.of(store, model.shape)
+    here = machine_here(probe, folder / KEPT, retune=retune)
+    key = _key(probe.key, here, model.name, arguments, asked)
+    start = None if retune else kept_beside(folder / STARTS, key, Start)
+    if start is None:
+        start = choose(here, model, asked)
+        make_folders(folder)
+        keep_beside(folder / STARTS, key, start)
+    return here, start
+
+
+def _key(probe: str, machine: Machine, model: str, arguments: Sequence[str], asked: Asked) -> str:
+    """Of what a choice is kept under; memory counts in sixteenths of 64 GiB."""
+    config = (config_folder(model) / "config.json").read_bytes()
+    said = [probe, __version__, machine.host_memory >> 32, model, config.hex(), list(arguments), repr(asked)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]

@@ -24,7 +24,11 @@ from vllm_dymoe.vllm_plugin import NEWEST_VLLM, OLDEST_CPU_BUILD, OLDEST_VLLM
 from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "gpu" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = (
+    ROOT / "README.md", BENCHMARKS / "gpu" / "README.md", BENCHMARKS / "predictors" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)  # fmt: skip
 RECORD = ROOT / "tests" / "e2e" / "models.json"
 FAMILIES = ROOT / "tests" / "e2e" / "families.json"
 FORMATS = {
@@ -32,8 +36,9 @@ FORMATS = {
     "compressed": "compressed-tensors", "auto": "AutoRound",
 }  # fmt: skip
 """By the first word of a kind."""
-PREDICTORS = ROOT / "benchmarks" / "predictors" / "results.json"
-ON_DEVICE = ROOT / "benchmarks" / "gpu" / "policies.json"
+PREDICTORS = BENCHMARKS / "predictors" / "results.json"
+EMULATED_CARD = BENCHMARKS / "predictors" / "emulated_card.json"
+ON_DEVICE = BENCHMARKS / "gpu" / "policies.json"
 STARTS = ROOT / "tests" / "plan" / "starts" / "chosen.json"
 _KINDS = {int: "a number", float: "a number", bool: "`true`, `false`", Path: "a path", str: "a name", dict: "an object"}
 _LIMITS = {"ge": "from {}", "gt": "above {}", "le": "up to {}"}
@@ -206,7 +211,7 @@ def on_device() -> str:
     There is a row for each policy, and a column for each kind of step.
     """
     cells: dict[str, list[str]] = {}
-    rows = [row for row in json.loads(ON_DEVICE.read_text()) if "because" not in row]
+    rows = json.loads(ON_DEVICE.read_text())
     for row in rows:
         if row["waits"] or not row["bits"]:
             raise ValueError(f"{row} is not what the page says: no waits, and equal bits")
@@ -215,8 +220,23 @@ def on_device() -> str:
     return table(["policy", *steps], ([f"`{name}`", *found] for name, found in cells.items()))
 
 
+def emulated_card() -> str:
+    """Return times of a token on an emulated card beside their bounds, by policy."""
+    found, rows = json.loads(EMULATED_CARD.read_text()), dict[str, list[str]]()
+    for way in found.values():
+        for row in way["rows"]:
+            ratio, known = row["ms"] / row["bound_ms"], rows.setdefault(row["policy"], [f"{row['hits']:.0%}"])
+            known += [f"{row['ms']:.0f}", f"{row['bound_ms']:.0f}", f"{ratio:.2f}", f"{row['useful']:.1f}"]
+    titles = {"fetch": "fetched", "share": "shared with the CPU"}
+    head = ["policy", "hits"]
+    for way in found:
+        head += [f"misses {titles[way]}: ms a token", "bound", "ratio", "came ahead"]
+    return table(head, ([name, *cells] for name, cells in rows.items()))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "architectures": architectures,
+    "emulated-card": emulated_card,
     "on-device": on_device,
     "methods": methods,
     "models": models,

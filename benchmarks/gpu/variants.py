@@ -290,7 +290,7 @@ def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
         given = table, 1, 0, torch.zeros(voters, 1, experts), rows, numbers, numbers, listed["scratch"]
         note = key[0], "", f"{voters} voters"
         yield _noted((architecture, "name_experts", *note), prefetch.name_experts_on_gpu, *given)
-    yield _noted((architecture, "copy_predicted", *key), prefetch.copy_predicted_on_gpu, table, 1, 3, listed)
+    yield _noted((architecture, "copy_predicted", *key), prefetch.copy_predicted_on_gpu, table, 1, listed)
     counts = torch.zeros(2, experts).long()
     named = counts, table["predicted"][0], 0, ids, rows, 10, 1 << 20, top_k
     yield _noted((architecture, "popularity", *key), popularity.count_and_name_on_gpu, *named)

@@ -377,7 +377,10 @@ def _adaptive(found: Results) -> Iterable[str]:
 
 
 def _card() -> Results | None:
-    return json.loads(_CARD.read_text()) if _CARD.exists() else None
+    if not _CARD.exists():
+        return None
+    found: Results = json.loads(_CARD.read_text())
+    return found
 
 
 def _of_card(card: Results, residuals: float, policy: str) -> Results:

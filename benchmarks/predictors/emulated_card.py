@@ -1,12 +1,13 @@
 """How much of the link's time do policies and predictors hide? Time per token on an emulated card.
 
-    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 96]
+    python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 32] [--misses fetch share]
 
 Routing and router inputs are the shipped model's, from the trace of ``predictors.py``; experts have its sizes at 4 bits
 and random values. The device plans every layer, behind an emulated link, with slots for a quarter of the experts.
-Attention is a pause. The link's rate follows from the sizes of Qwen3-30B-A3B on PCIe 4: an expert of 4 bits (2.7 MB at
-25 GB/s, 106 us) takes about as long as a layer of an RTX 4090 with every expert resident. Here an expert takes as long
-as a layer of this emulated card with every expert resident, which is measured first.
+Attention is a pause, long enough for Python's work to be a small part. The link's rate follows from the sizes of
+Qwen3-30B-A3B on PCIe 4: an expert of 4 bits (2.7 MB at 25 GB/s, 106 us) takes about as long as a layer of an RTX 4090
+with every expert resident. Here an expert takes as long as a layer of this emulated card with every expert resident,
+which is measured first.
 
 Beside each time stands its bound: the link's time for what has to cross it, or the time with every expert resident if
 that is longer. Where all misses are fetched that is their bytes, which prefetch does not change; where the CPU computes
@@ -18,7 +19,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from predictors import answers_of, recorded
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.options import Options
+from vllm_dymoe.planner.prefetch import MOST_AHEAD
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch import Gate, Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.linear import train_on
@@ -48,8 +49,8 @@ POLICIES = {
     "exact, next gate": {"policy": "exact"},
     "exact, linear+input": {"policy": "exact"},
 }
-PAUSE = 1.5e-3  # seconds of attention and router before a layer
-WARM_UP = 24  # tokens before those that are measured
+PAUSE = 8e-3  # seconds of attention and router before a layer
+WARM_UP = 40  # tokens before those that are measured: the first trial without prefetch is over
 
 
 class Model:
@@ -66,7 +67,7 @@ class Model:
         gates, some = trace.gates, decoded.select(learnt)
         assert some.router_inputs is not None
         popularity = torch.ones(header.num_layers, header.num_experts)
-        self.network = train_on(gates, header, some.experts.long(), some.router_inputs, popularity, 1)
+        self.network = train_on(gates, header, some.experts.long(), some.router_inputs, popularity, MOST_AHEAD)
         weights = zip(gates.weights.float(), gates.biases, strict=True)
         self.gates = [Gate(lambda x, w=w, b=b: torch.nn.functional.linear(x.float(), w, b)) for w, b in weights]
         self.header, served = header, decoded.select(held_out)
@@ -112,42 +113,50 @@ class Model:
         return median(times[WARM_UP:]), outputs
 
 
-def measure(model: Model, misses: Sequence[str]) -> dict[str, Any]:
-    """Measure every row.
+def measure(model: Model, way: str) -> dict[str, Any]:
+    """Measure every policy with one of the options ``misses``.
 
     Raises:
         AssertionError: outputs are not those with every expert resident.
     """
     layers, nbytes = model.header.num_layers, model.experts.formats[4].whole_nbytes
-    full, expected = model.serve(model.server("exact, nothing ahead", "fetch", "100%", 1e3))
-    link, rows = nbytes * layers / full, []
-    for way in misses:
-        for label in POLICIES:
-            server = model.server(label, way, "25%", link / 1e9)
-            seconds, outputs = model.serve(server)
-            assert all(map(torch.equal, outputs, expected)), f"{label}, {way}: outputs differ"
-            stats, tokens = server.stats(), len(model.x) - WARM_UP
-            crossed = sum(stats.bytes_moved.values()) / tokens
-            has_to = stats.misses * nbytes / tokens if way == "fetch" else crossed
-            row = {"policy": label, "misses": way, "ms": 1e3 * seconds, "bound_ms": 1e3 * max(full, has_to / link)}
-            row |= {"hits": stats.hit_rate, "useful": stats.prefetches["useful"] / tokens}
-            row |= {"demand_mb": stats.bytes_moved["demand"] / tokens / 1e6}
-            rows.append(row | {"ahead_mb": stats.bytes_moved["prefetch"] / tokens / 1e6})
-            print(f"{label}, {way}: {row['ms']:.1f} ms a token, bound {row['bound_ms']:.1f}", flush=True)
-            server.close(keep_store=True)
-    return {"full_ms": 1e3 * full, "link_mb_s": link / 1e6, "pause_ms": 1e3 * PAUSE, "rows": rows}
+    resident = model.server("exact, nothing ahead", "fetch", "100%", 1e3)
+    full, expected = model.serve(resident)
+    resident.close(keep_store=True)
+    link, rows, expert = nbytes * layers / full, [], {"on_link_ms": round(1e3 * full / layers, 3)}
+    for label in POLICIES:
+        server = model.server(label, way, "25%", link / 1e9)
+        seconds, outputs = model.serve(server)
+        assert all(map(torch.equal, outputs, expected)), f"{label}, {way}: outputs differ"
+        stats, tokens = server.stats(), len(model.x) - WARM_UP
+        crossed = sum(stats.bytes_moved.values()) / tokens
+        has_to = stats.misses * nbytes / tokens if way == "fetch" else crossed
+        row = {"policy": label, "ms": 1e3 * seconds, "bound_ms": 1e3 * max(full, has_to / link)}
+        row |= {"hits": stats.hit_rate, "on_cpu": stats.cpu_executed / tokens}
+        row |= {outcome: count / tokens for outcome, count in stats.prefetches.items()}
+        row |= {f"{why}_experts": moved / nbytes / tokens for why, moved in stats.bytes_moved.items()}
+        rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
+        print(f"{label}, {way}: {rows[-1]}", flush=True)
+        if (rates := server.cpu_execution.rates) is not None:
+            expert["on_cpu_ms"] = round(1e3 * max(rates.first_row.values()), 3)
+        server.close(keep_store=True)
+    sizes = {"layers": layers, "tokens": len(model.x) - WARM_UP, "pause_ms": 1e3 * PAUSE}
+    return sizes | {"full_ms": round(1e3 * full, 2), "expert": expert, "rows": rows}
 
 
 def main() -> int:
-    """Write emulated_card.json, which docs/predictors.md quotes."""
+    """Write emulated_card.json, which the README quotes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--misses", nargs="+", choices=("fetch", "share"), default=["fetch", "share"])
     plan = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(Model(recorded(plan.work.resolve()), plan.tokens), ("fetch", "share"))
-    rounded = [{name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()} for row in found["rows"]]
-    RESULTS.write_text(json.dumps(found | {"rows": rounded}, indent=1) + "\n")
+    model = Model(recorded(plan.work.resolve()), plan.tokens)
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for way in plan.misses:
+        found[way] = measure(model, way)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -48,7 +48,7 @@ def recorded(work: Path) -> Trace:
         write_prompts(prompts, _PROMPTS)
         command = [Path(sys.executable).with_name("vllm-dymoe"), "trace", MODEL, "--prompts", prompts, "--out", trace]
         command += ["--inputs", "--limit", "1GiB", "--max-tokens", _ANSWER]
-        settings = {"max_model_len": 512, "enforce_eager": True}
+        settings = {"max_model_len": 512, "enforce_eager": True, "gpu_memory_utilization": 0.3}
         subprocess.run([*map(str, command), "--engine", json.dumps(settings)], check=True)
     return Trace.load(trace)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat
+from vllm_dymoe.experts.format import ExpertFormat, Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
@@ -73,7 +73,7 @@ def put_rounded(packer: ExpertPacker, checkpoint: Checkpoint, rounded: int, fmt:
     for layer in range(len(packer.experts.layers)):
         for expert in range(packer.experts.num_experts):
             matrices = checkpoint.expert(layer, expert)
-            for projection in EVERY_PROJECTION:
+            for projection in Projection:
                 weight, form = matrices[projection][0], fmt.matrices[projection]
                 assert isinstance(weight, Tensor)
                 if layer == rounded:

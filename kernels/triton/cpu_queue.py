@@ -321,12 +321,29 @@ def take_sources_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["turn"])
 def wait_kernel(turn):
-    """Wait until the layer's entry is answered or given up; grid [1], one warp."""
+    """Wait until the layer's entry is answered or given up; grid [1], one warp.
+
+    Later launches read what the CPU wrote before its answer, be it rows or experts that it has read from disk.
+    """
     number = tl.load(turn + 1)
-    answered = (tl.load(turn + 2) + _ANSWERED).to(tl.pointer_type(tl.int64))
-    seen = tl.load(answered, volatile=True)
+    answered = tl.load(turn + 2) + _ANSWERED
+    seen = _acquire(answered)
     while seen < 2 * number:
-        seen = tl.load(answered, volatile=True)
+        seen = _acquire(answered)
+
+
+@triton.jit
+def _acquire(address):
+    """Load a number, and see from now on what was written before it, by any processor.
+
+    A volatile load would order nothing. All threads load, and later launches follow each of them.
+    """
+    if _INTERPRETED:
+        return tl.load(address.to(tl.pointer_type(tl.int64)), volatile=True)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["turn", "rows", "computed", "present"])

@@ -305,7 +305,19 @@ def decide_kernel(
     low_quota, high_quota = quotas + layer * 3 + 1, quotas + layer * 3 + 2
     low_first, high_first = first_slot + layer * 3 + 1, first_slot + layer * 3 + 2
     scratch = item_scratch + 2 * WIDTH
+
+    SLICES: tl.constexpr = 2 if NESTED else 1
+    arrived_scratch = item_scratch + WIDTH
+    tl.debug_barrier()
+    ahead_slot, ahead_code, ahead = _arrived(
+        staged, staged_for, layer, 0, arrived_scratch, expert, known, EXPERTS, SLICES
+    )
     if NESTED:
+        residual_slot, residual_code, residual_ahead = _arrived(
+            staged, staged_for, layer, 1, arrived_scratch, expert, known, EXPERTS, SLICES
+        )
+        low_ahead = tl.where(ahead_code == 1, ahead, 0)
+        high_ahead = tl.where(residual_code == 2, residual_ahead, 0)
         residual_row = layers * EXPERTS + row
         own_residual = tl.load(slot + residual_row, mask=known, other=-1)
         residual_warmth = tl.load(score + residual_row, mask=known, other=0)
@@ -318,11 +330,12 @@ def decide_kernel(
         computed_precision = tl.where(hit & reuse, held, wanted)
         low_misses = uses & (held == 0)
         high_misses = wants_high & (held != 2)
+        lacks, residual_lacks = low_misses, high_misses
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, keeps, low_misses, high_misses, number_of(held > 0), number_of(held == 2), low_quota,
-                high_quota, wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, low_ahead, high_ahead, number_of(held > 0),
+                number_of(held == 2), low_quota, high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
@@ -339,15 +352,19 @@ def decide_kernel(
         now = tl.where(((held > 0) & (low_gone == 0)) | low_kept, 1, 0)
         now = tl.where((whole & (high_gone == 0)) | high_kept, 2, now)
     else:
+        residual_slot = ahead_slot
+        low_ahead = tl.where(ahead_code == wanted, ahead, 0)
+        high_ahead = low_ahead
         hit = uses & tl.where(reuse, held >= wanted, held == wanted)
         computed_precision = tl.where(hit, held, wanted)
         high_misses = wants_high & (hit == 0)
         low_misses = uses & (wanted == 1) & (hit == 0)
+        lacks = uses & (hit == 0) & (ahead_code == wanted)
         far = expert < 0  # none
         if CPU:
             far = _executed_on_cpu(
-                cpu_costs, keeps, low_misses, high_misses, number_of(held == 1), number_of(held == 2), low_quota,
-                high_quota, wanted, sizes, warmth, expert, WIDTH,
+                cpu_costs, keeps, low_misses, high_misses, low_ahead, high_ahead, number_of(held == 1),
+                number_of(held == 2), low_quota, high_quota, wanted, sizes, warmth, expert, WIDTH,
             )  # fmt: skip
             low_misses = low_misses & (far == 0)
             high_misses = high_misses & (far == 0)
@@ -398,29 +415,21 @@ def decide_kernel(
     most = tl.minimum(EXPERTS, tokens * TOP_K)
     low_action = tl.where(far, 3, tl.where(low_misses, tl.where(low_kept, 1, 2), 0))
     high_action = tl.where(far, 3, tl.where(high_misses, tl.where(high_kept, 1, 2), 0))
-    SLICES: tl.constexpr = 2 if NESTED else 1
-    arrived_scratch = item_scratch + WIDTH
-    ahead_slot, ahead_code, ahead = _arrived(
-        staged, staged_for, layer, 0, arrived_scratch, expert, known, EXPERTS, SLICES
-    )
     ahead_counts = counters + layer * COUNTERS
     if LARGE == 0:
         if real > 0:
             _count_ahead(ahead_counts + 11, offsets, slot_bytes, ahead_code, ahead)
-    residual_slot, residual_ahead = ahead_slot, ahead
-    if NESTED:
-        residual_slot, residual_code, residual_ahead = _arrived(
-            staged, staged_for, layer, 1, arrived_scratch, expert, known, EXPERTS, SLICES
-        )
-        if LARGE == 0:
-            if real > 0:
+            _count_absent(ahead_counts + 16, ahead_code, ahead, lacks)
+            if NESTED:
                 _count_ahead(ahead_counts + 11, offsets, slot_bytes, residual_code, residual_ahead)
-        ahead = tl.where(low_misses & (ahead_code == 1), ahead, 0)
-        residual_ahead = tl.where(high_misses & (residual_code == 2), residual_ahead, 0)
+                _count_absent(ahead_counts + 16, residual_code, residual_ahead, residual_lacks)
+    if NESTED:
+        ahead = tl.where(low_misses, low_ahead, 0)
+        residual_ahead = tl.where(high_misses, high_ahead, 0)
         if real > 0:
             _count_ahead(ahead_counts + 13, offsets, slot_bytes, residual_code, residual_ahead)
     else:
-        ahead = tl.where((uses & (hit == 0) & (far == 0)) & (ahead_code == wanted), ahead, 0)
+        ahead = tl.where(uses & (hit == 0) & (far == 0), low_ahead, 0)
         residual_ahead = ahead
     if real > 0:
         _count_ahead(ahead_counts + 13, offsets, slot_bytes, ahead_code, ahead)
@@ -499,8 +508,8 @@ def decide_kernel(
 
 @triton.jit
 def _executed_on_cpu(
-    cpu_costs, keeps, low_misses, high_misses, lows, highs, low_quota, high_quota, wanted, sizes, warmth, expert,
-    WIDTH: tl.constexpr,
+    cpu_costs, keeps, low_misses, high_misses, low_ahead, high_ahead, lows, highs, low_quota, high_quota, wanted, sizes,
+    warmth, expert, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return which misses the CPU executes, bool [WIDTH].
 
@@ -508,6 +517,8 @@ def _executed_on_cpu(
         cpu_costs: of the table.
         low_misses: bool [WIDTH], experts that lack a low version, or base.
         high_misses: bool [WIDTH], experts that lack a high version, or residual slice.
+        low_ahead: int32 [WIDTH], projections of the former that were fetched ahead.
+        high_ahead: int32 [WIDTH], projections of the latter.
         lows: number of low versions, or bases, that the layer holds.
         highs: number of high versions, or residual slices, that it holds.
         low_quota: pointer to the quota of the former.
@@ -516,7 +527,8 @@ def _executed_on_cpu(
         sizes: int32 [WIDTH], rows.
         warmth: int64 [WIDTH], scores.
     """
-    link = tl.where(low_misses, tl.load(cpu_costs + 4), 0) + tl.where(high_misses, tl.load(cpu_costs + 8), 0)
+    link = tl.where(low_misses, tl.load(cpu_costs + 4) * (3 - low_ahead) // 3, 0)
+    link += tl.where(high_misses, tl.load(cpu_costs + 8) * (3 - high_ahead) // 3, 0)
     first = tl.load(cpu_costs + 4 * wanted + 1)
     host = first + (sizes - 1) * tl.load(cpu_costs + 4 * wanted + 2)
     may = (first > 0) & (sizes <= tl.load(cpu_costs + 4 * wanted + 3)) & (link > 0)
@@ -653,7 +665,8 @@ def _arrived(
     code = tl.load(at + EXPERTS, mask=known, other=0)
     # Volatile: copies may arrive now. The bytes of those that are seen here are read by later launches.
     ahead = tl.load(at + 2 * EXPERTS, mask=known, other=0, volatile=True)
-    ahead = tl.where(tl.load(staged_for + layer % 2) == layer, ahead, 0)
+    mine = tl.load(staged_for + layer % 2) == layer
+    code, ahead = tl.where(mine, code, 0), tl.where(mine, ahead, 0)
     # Where warps hold the same experts, all have to see the same arrivals.
     tl.store(scratch + expert, ahead)
     tl.debug_barrier()
@@ -668,6 +681,14 @@ def _count_ahead(counts, offsets, slot_bytes, code, ahead):
     nbytes = tl.sum(tl.where(ahead > 0, bytes_ahead(offsets, slot_bytes, code, ahead), 0), 0)
     add_to(counts, 0, number_of(ahead > 0))
     add_to(counts, 1, nbytes)
+
+
+@triton.jit
+def _count_absent(counts, code, ahead, missed):
+    """Add listed experts of which nothing has arrived: those that are missed, and others."""
+    absent = (code > 0) & (ahead == 0)
+    add_to(counts, 0, number_of(absent & missed))
+    add_to(counts, 1, number_of(absent & (missed == 0)))
 
 
 @triton.jit

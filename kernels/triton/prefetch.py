@@ -86,9 +86,8 @@ def list_predicted_on_gpu(
 
 
 def copy_predicted_on_gpu(
-    table: Mapping[str, Tensor], layer: int, projections: int, listed: Mapping[str, Tensor],
-    *, start: Start = run_kernel,
-) -> None:  # fmt: skip
+    table: Mapping[str, Tensor], layer: int, listed: Mapping[str, Tensor], *, start: Start = run_kernel
+) -> None:
     """Make the listed copies in one launch, until the plan of ``layer`` begins.
 
     Each is published when complete. A program is one warp, so that all of its lanes see the same value when it checks
@@ -96,7 +95,7 @@ def copy_predicted_on_gpu(
     """
     columns = listed["copies"], listed["count"], listed["arrivals"], table["planned"], table["staged"]
     sizes = {"PROGRAMS": _PROGRAMS}
-    start(copy_predicted_kernel, (_PROGRAMS,), (*columns, layer, projections), sizes, {"num_warps": 1})
+    start(copy_predicted_kernel, (_PROGRAMS,), (*columns, layer), sizes, {"num_warps": 1})
 
 
 @triton.jit(
@@ -291,7 +290,7 @@ def list_predicted_kernel(
             low_taken += number_of(low)
             high_taken += number_of(high)
             tl.debug_barrier()
-    tl.store(count, listed)
+    tl.store(count, listed * projections)
 
 
 @triton.jit
@@ -326,39 +325,38 @@ def _list_copies(
     copies, place, those, slot_place, staged, slice_number, row, code, expert, staging, pool, slot_bytes, offsets,
     projections, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """List the copies of one version or slice.
-
-    Each has its place in the list and in staging slots.
-    """
+    """List the copies of one version or slice, one for each projection."""
     slot = tl.load(staging + 2 * code) + slot_place
     at = slice_number * 3 * EXPERTS + expert
     tl.store(staged + at, slot, mask=those)
     tl.store(staged + at + EXPERTS, code, mask=those)
-    nbytes = tl.load(slot_bytes + code)
-    copy = copies + 4 * place
-    tl.store(copy, tl.load(row + code, mask=those, other=0), mask=those)
-    tl.store(copy + 1, tl.load(pool + code) + slot * nbytes, mask=those)
-    tl.store(copy + 2, expert * 0 + bytes_ahead(offsets, slot_bytes, code, projections), mask=those)
-    tl.store(copy + 3, (at + 2 * EXPERTS).to(tl.int64), mask=those)
+    begin = tl.load(row + code, mask=those, other=0)
+    to = tl.load(pool + code) + slot * tl.load(slot_bytes + code)
+    for projection in range(projections):
+        first = bytes_ahead(offsets, slot_bytes, code, projection)
+        copy = copies + 5 * (place * projections + projection)
+        tl.store(copy, begin + first, mask=those)
+        tl.store(copy + 1, to + first, mask=those)
+        tl.store(copy + 2, expert * 0 + (bytes_ahead(offsets, slot_bytes, code, projection + 1) - first), mask=those)
+        tl.store(copy + 3, (at + 2 * EXPERTS).to(tl.int64), mask=those)
+        tl.store(copy + 4, (expert * 0 + projection + 1).to(tl.int64), mask=those)
 
 
 @triton.jit(
     do_not_specialize_on_alignment=["copies", "count", "arrivals", "planned", "staged"],
-    do_not_specialize=["layer", "projections"],
+    do_not_specialize=["layer"],
 )
-def copy_predicted_kernel(
-    copies, count, arrivals, planned, staged, layer: tl.int32, projections: tl.int32,
-    PROGRAMS: tl.constexpr,
-):  # fmt: skip
+def copy_predicted_kernel(copies, count, arrivals, planned, staged, layer: tl.int32, PROGRAMS: tl.constexpr):
     """Copy parts of 8 KiB, each program its own.
 
-    The last program of a copy publishes it. Grid [PROGRAMS].
+    The last program of a copy publishes it. All make the copies in their order, so what has arrived of an expert only
+    grows. Grid [PROGRAMS].
     """
     listed = tl.load(count)
     number = tl.program_id(0) * 0
     going = tl.load(planned, volatile=True) != layer
     while (number < listed) & going:
-        copy = copies + 4 * number
+        copy = copies + 5 * number
         source = tl.multiple_of(tl.load(copy).to(tl.pointer_type(tl.int32)), 16)
         destination = tl.multiple_of(tl.load(copy + 1).to(tl.pointer_type(tl.int32)), 16)
         words = tl.multiple_of((tl.load(copy + 2) // 4).to(tl.int32), 4)
@@ -374,5 +372,5 @@ def copy_predicted_kernel(
             before = tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu")
             if before == PROGRAMS - 1:
                 place = tl.load(copy + 3)
-                tl.atomic_xchg(staged + place, projections, sem="release", scope="gpu")
+                tl.atomic_max(staged + place, tl.load(copy + 4).to(tl.int32), sem="release", scope="gpu")
         number += 1

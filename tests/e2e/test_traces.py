@@ -16,15 +16,20 @@ pytestmark = pytest.mark.engine
 LAYERS = 8
 
 
+@pytest.fixture(scope="module", params=[{}, {"host_store": "pinned", "link_gbps": 8.0}], ids=["CPU", "emulated card"])
+def planned(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, planned):
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
+def llm(folder, planned):
     # Prompts longer than a step, and a KV cache too small for all requests at once.
-    options = {"high": 4, "trace": {"folder": str(folder), "inputs": True}}
+    options = {"high": 4, "trace": {"folder": str(folder), "inputs": True}} | planned
     settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
         yield llm
@@ -52,8 +57,9 @@ def tokens_of(llm, folder, before=0):
     return trace.select(torch.arange(before, trace.num_tokens))
 
 
-def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, folder):
+def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, folder, planned):
     model, watched = llm.llm_engine.model_executor.driver_worker.worker.vllm_config.quant_config, Watched()
+    assert (model.loaded_model().server.small_batches is not None) == bool(planned), "the device plans"
     observation = model.loaded_model().observation
     (before,) = llm.collective_rpc("dymoe_trace")
     observation.join(watched)

@@ -113,7 +113,7 @@ class RecordedKernels(PlainKernels):
         super().copy_predicted(*arguments)
         due = self._coming.due
         made = self._chance.randint(0, len(due))
-        due.update(dict.fromkeys(list(due)[made:], float("inf")))
+        due[made:] = [(float("inf"), *rest) for _, *rest in due[made:]]
         self._published = self.publish_after(made)
 
     def publish_after(self, made):

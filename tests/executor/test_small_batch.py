@@ -163,10 +163,7 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     assert addresses() == before
 
 
-def test_what_decides_is_checked(memory_store, tmp_path, monkeypatch):
-    for policy, options, problem in (("exact", {"trace": {"folder": tmp_path, "inputs": True}}, "inputs of routers"),):
-        with refused(problem, option="planning"):
-            device_planned_server(memory_store, "50%", policy, **options)
+def test_what_decides_is_checked(memory_store, monkeypatch):
     options = Options(group_size=32, planning="device")
     with refused(ON_INPUT, option="planning"):
         ExpertServer(memory_store, options, CPU, obstacle=ON_INPUT)

@@ -250,7 +250,7 @@ def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_fo
     ("kernel", "needs", "never"),
     [
         ("post", "st.release.sys", "atom"),  # an exchange would read over PCIe
-        ("wait", "ld.volatile", ".cv"),
+        ("wait", "ld.acquire.sys", "ld.volatile"),  # later launches read what was written before the answer
         ("collect", "ld.volatile", ".cv"),  # Triton 3.6.0 and 3.7.1 drop it
         ("copy_predicted", "ld.volatile", ".cv"),
     ],

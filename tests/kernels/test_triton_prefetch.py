@@ -15,10 +15,9 @@ from vllm_dymoe.kernels.triton.prefetch import (
     list_predicted_on_gpu,
     name_experts_on_gpu,
 )
-from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.constants import PROJECTIONS, experts_width
 from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, name_experts, set_prefetch
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
-from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.prefetch.on_device import count_and_name
@@ -136,12 +135,12 @@ def test_copies_are_complete_and_published_or_stop(planned):
     listed = PrefetchList.allocate(EXPERTS, DEVICE)
     for number, (source, slot, count) in enumerate(zip(sources, slots, lengths, strict=True)):
         place = 5 * EXPERTS + 2 * number
-        listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, place))
+        listed.copies[number] = torch.tensor((source.data_ptr(), slot.data_ptr(), count, place, 2))
     listed.count.fill_(len(lengths))
     table = Table.allocate(LAYERS, EXPERTS, device=DEVICE)
     assert (table.precision == ABSENT).all()
     table.planned.fill_(planned)
-    copy_predicted_on_gpu(table.at(1), 1, 2, vars(listed))
+    copy_predicted_on_gpu(table.at(1), 1, vars(listed))
     made = planned != 1
     for source, slot, count in zip(sources, slots, lengths, strict=True):
         assert torch.equal(slot[:count], source[:count]) == (made or not count)

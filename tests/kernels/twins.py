@@ -7,10 +7,11 @@ from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
 from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
+from vllm_dymoe.planner.constants import PROJECTIONS
 from vllm_dymoe.planner.large_batch import LargeBatchWork, plan_large_batch
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.planner.small_batch import PROJECTIONS, plan_small_batch
+from vllm_dymoe.planner.small_batch import plan_small_batch
 
 STEPS = 2, 4, 8  # positions of an expert in each class of a large-batch step
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.decode_steps import EXPERTS, LAYERS, POOL, SOURCE, decide, make_table, random_step, rows
-from vllm_dymoe.planner.constants import Action
+from vllm_dymoe.planner.constants import PROJECTIONS, Action
 from vllm_dymoe.planner.prefetch import (
     PredictionCount,
     PrefetchList,
@@ -17,7 +17,6 @@ from vllm_dymoe.planner.prefetch import (
     set_prefetch,
 )
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
-from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Counter
 from vllm_dymoe.policies.dymoe import Dymoe
 
@@ -52,16 +51,14 @@ def test_copies_are_of_experts_that_the_layer_lacks_into_slots_that_no_layer_kee
     predict(table, 1, order[:named])
     _, copies = listed(table, 1, projections)
     lacking = [expert for expert in order[:named] if table.precision[1, expert] == ABSENT]
-    assert (copies[:, 3] - 5 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
-    first, nbytes = (
-        int(table.staging[0, HIGH, 0]),
-        1 << 12 if projections == PROJECTIONS else int(table.offsets[0, HIGH, projections]),
-    )
-    for number, (source, destination, size, place) in enumerate(copies.tolist()):
-        expert = place - 5 * EXPERTS
-        assert source == SOURCE[HIGH] + (table.experts + expert << 12)
-        assert destination == POOL[HIGH] + (first + number << 12)
-        assert size == nbytes
+    assert (copies[::projections, 3] - 5 * EXPERTS).tolist() == lacking[: prefetch_slots(staging)]
+    first, ends = int(table.staging[0, HIGH, 0]), [*table.offsets[0, HIGH].tolist(), 1 << 12]
+    for number, (source, destination, size, place, arrived) in enumerate(copies.tolist()):
+        expert, begin = place - 5 * EXPERTS, ends[number % projections]
+        assert source == SOURCE[HIGH] + (table.experts + expert << 12) + begin
+        assert destination == POOL[HIGH] + (first + number // projections << 12) + begin
+        assert size == ends[number % projections + 1] - begin
+        assert arrived == number % projections + 1
     assert not table.staged[1, 0, 2].any(), "nothing has arrived"
 
 
@@ -81,6 +78,30 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
     counts = table.counters[1]
     assert counts[[Counter.AHEAD, Counter.AHEAD_USED]].tolist() == [2, 1]
     assert counts[[Counter.AHEAD_BYTES, Counter.AHEAD_USED_BYTES]].tolist() == [2 << 12, 1 << 12]
+    assert counts[[Counter.LATE, Counter.CANCELLED]].tolist() == [1, 0]
+    predict(table, 1, [4, 5])
+    listed(table, 1)
+    decide(table, 1, ids, weights)
+    assert counts[[Counter.LATE, Counter.CANCELLED]].tolist() == [2, 1], "5 was needed, 4 was not"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("arrived", range(PROJECTIONS + 1))
+def test_the_cpu_is_left_what_still_has_to_cross_the_link(nested, arrived):
+    """Of two misses the CPU executes one, unless so little of the other remains that the link is sooner."""
+    costs = [[0] * 4, [0, 0, 0, 64], [60, 90, 0, 64]]
+    options = {"policy": Dymoe(retention=1), "staging": 4, "nested": nested, "costs": costs}
+    table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, **options)
+    set_prefetch(table, {LOW: 4, HIGH: 4})
+    predict(table, 1, [3])
+    _, copies = listed(table, 1)
+    for place in {*copies[:, 3].tolist()}:
+        publish(table, place, arrived)
+    plan = decide(table, 1, torch.tensor([[3, 5, -1]]), torch.ones(1, 3))
+    left = 60 * (PROJECTIONS - arrived) // PROJECTIONS
+    on_cpu = plan.action[0, :2] == Action.CPU
+    assert bool(on_cpu.any()) == (left + 60 > 90), "it is faster than the link"
+    assert not on_cpu[0] or arrived < PROJECTIONS, "what is there is never computed elsewhere"
 
 
 @pytest.mark.parametrize("real", [0, 1])
@@ -99,7 +120,7 @@ def test_what_has_arrived_counts_for_one_plan(real):
 def test_nothing_is_listed_without_tokens_or_without_slots():
     table = made()
     predict(table, 1, [3, 4])
-    assert len(listed(table, 1)[1]) == 2
+    assert len(listed(table, 1)[1]) == 2 * PROJECTIONS
     assert not len(listed(table, 1, real=0)[1])
     set_prefetch(table, {})
     assert not len(listed(table, 1)[1])
@@ -121,7 +142,7 @@ def test_a_nested_version_is_fetched_as_the_slices_that_it_lacks():
     predict(table, 1, [5, 7])
     _, copies = listed(table, 1)
     base, residual = 8 * EXPERTS, 11 * EXPERTS
-    assert copies[:, 3].tolist() == [residual + 5, base + 7, residual + 7]
+    assert copies[::PROJECTIONS, 3].tolist() == [residual + 5, base + 7, residual + 7]
     for place in (residual + 5, base + 7):
         publish(table, place, PROJECTIONS)
     plan = decide(table, 1, torch.tensor([[5, 7, 9]]), torch.ones(1, 3))
@@ -153,13 +174,15 @@ def test_what_came_for_the_second_next_layer_stays_when_it_is_the_next():
     predict(table, 1, [5, 6, 7])
     list_predicted(table, 0, rows(1), PROJECTIONS, out, 2)
     odd = 5 * EXPERTS
-    assert out.copies[: int(out.count), 3].tolist() == [2 * EXPERTS + 1, 2 * EXPERTS + 2, odd + 5], "the next one first"
+    each = slice(0, int(out.count), PROJECTIONS)
+    assert out.copies[each, 3].tolist() == [2 * EXPERTS + 1, 2 * EXPERTS + 2, odd + 5], "the next one first"
     assert table.staged_for.tolist() == [0, 1]
     publish(table, odd + 5, PROJECTIONS)
     predict(table, 1, [6, 5, 8])
     list_predicted(table, 1, rows(1), PROJECTIONS, out, 2)
-    assert out.copies[: int(out.count), 3].tolist() == [odd + 6, odd + 8], "5 is there"
-    slots = [int(copy[1] - POOL[HIGH]) >> 12 for copy in out.copies[: int(out.count)]]
+    each = slice(0, int(out.count), PROJECTIONS)
+    assert out.copies[each, 3].tolist() == [odd + 6, odd + 8], "5 is there"
+    slots = [int(copy[1] - POOL[HIGH]) >> 12 for copy in out.copies[each]]
     assert slots == [first, first + 1], "it keeps its slot, the third one"
     plan = decide(table, 1, torch.tensor([[5, 6, 9]]), torch.ones(1, 3))
     assert int(plan.addresses[0, 0, 0] - table.offsets[1, HIGH, 0]) == POOL[HIGH] + (first + 2 << 12)

@@ -1,8 +1,10 @@
 """Predictions that do not pay become rare, and are tried again."""
 
+import random
+
 import pytest
 
-from vllm_dymoe.prefetch.pace import Pace
+from vllm_dymoe.prefetch.pace import Pace, StepPace
 
 
 def use(pace, rounds, needed, hidden=1.0, cost=0.0):
@@ -61,3 +63,30 @@ def test_every_layer_has_its_turn(layers, interval):
     asked = [place % layers for place in range(40 * interval * layers) if pace.acts()]
     assert len(asked) == 40 * layers
     assert all(10 < asked.count(layer) < 90 for layer in range(layers)) or interval == 1
+
+
+def paced_steps(costs, changes=(0,), spread=0.2, steps=1500):
+    """Return of which steps a pace prefetches, whose times are random around 1 without and ``costs`` with prefetch."""
+    now, generator, acted = [0.0], random.Random(3), []
+    pace = StepPace(lambda: now[0])
+    for number in range(steps):
+        acted.append(pace.begin_step(1))
+        cost = costs[sum(number >= change for change in changes) - 1]
+        now[0] += generator.lognormvariate(0, spread) * (cost if acted[-1] else 1)
+    return acted
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(0.92, 0.85, 1), (1.15, 0, 0.3), (1, 0.5, 1)])
+def test_steps_that_differ_more_than_prefetch_gains_are_compared_by_many(cost, least, most):
+    shares = [
+        sum(acted) / len(acted) for acted in [paced_steps((cost,), spread=spread) for spread in (0.15, 0.2, 0.25)]
+    ]
+    assert all(least <= share <= most for share in shares), shares
+
+
+def test_a_pace_follows_a_change():
+    acted = paced_steps((0.8, 1.3, 0.8), (0, 3000, 9000), steps=18000)
+    shares = [sum(acted[end - 1500 : end]) / 1500 for end in (3000, 9000, 18000)]
+    assert shares[0] > 0.9
+    assert shares[1] < 0.2
+    assert shares[2] > 0.9

@@ -35,8 +35,8 @@ LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for numbe
 
 
 class Listener(Observer):
-    def __init__(self, *, needs_inputs=False):
-        self.needs_inputs = needs_inputs
+    def __init__(self, *, needs_inputs=False, needs_all_inputs=False):
+        self.needs_inputs, self.needs_all_inputs = needs_inputs, needs_all_inputs
         self.heard = []
 
     def see(self, routing):
@@ -134,6 +134,25 @@ def test_observers_hear_of_a_step_when_it_has_run_unless_they_need_inputs(server
     observed.step.end()
     run(observed, 3, 4)
     assert not server.cache.device_table.table.recording.any()
+
+
+def test_while_an_observer_needs_all_inputs_every_step_is_wide(server, memory_store):
+    observed, hears = rank_of(server), Listener()
+    looks = Listener(needs_inputs=True, needs_all_inputs=True)
+    for observer in (hears, looks):
+        observed.observation.join(observer)
+    given, outputs = run(observed, 1, 4)
+    assert [heard[0] for heard in looks.heard] == [0, 1]
+    assert all(torch.equal(heard[1], given[2]) and heard[3] == 4 for heard in looks.heard)
+    assert len(hears.heard) == 2, "once"
+    assert observed._decode._large
+    host = make_server(memory_store, "100%", policy=server.policy)
+    assert all(torch.equal(out, forward(host, layer, *given)) for layer, out in enumerate(outputs))
+    observed.observation.leave(looks)
+    observed.step.end()
+    run(observed, 2, 4)
+    assert not observed._decode._large
+    assert len(hears.heard) == 4
 
 
 def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):

@@ -123,6 +123,8 @@ class DeviceTable:
         transfers.transfers[Reason.PREFETCH] += values[Counter.AHEAD]
         predictions.useful += values[Counter.AHEAD_USED]
         predictions.wasted += values[Counter.AHEAD] - values[Counter.AHEAD_USED]
+        predictions.late += values[Counter.LATE]
+        predictions.cancelled += values[Counter.CANCELLED]
 
 
 class DeviceCounts:

@@ -36,9 +36,7 @@ def _obstacle(options: Options, policy: Policy, unreadable: str) -> str:
         return policy.needs_host
     if options.computes_misses and native.load() is None:
         return "CPU execution of misses needs the native library, which was not built here"
-    if unreadable:
-        return unreadable
-    return "the inputs of routers are recorded" if options.trace is not None and options.trace.inputs else ""
+    return unreadable
 
 
 def without_device(options: Options) -> Options:

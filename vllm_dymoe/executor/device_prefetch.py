@@ -37,7 +37,7 @@ class PrefetchKernel(Protocol):
         """Enqueue :func:`~vllm_dymoe.planner.prefetch.list_predicted`."""
         ...
 
-    def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
+    def copy_predicted(self, table: Table, layer: int, listed: PrefetchList) -> None:
         """Enqueue the copies; those not made before ``layer`` is planned are cancelled."""
         ...
 
@@ -82,7 +82,7 @@ class DevicePrefetch:
             self._kernel.judge_predicted(self._table, 0, ids, self._rows, self._listed)
             self._predictor.warm_up(x, ids, self._rows)
             self._kernel.list_predicted(*listed)
-            self._kernel.copy_predicted(self._table, 0, self._projections, self._listed)
+            self._kernel.copy_predicted(self._table, 0, self._listed)
             self._runs, self._all_made = True, self._branch.mark()
         self.settle()
 
@@ -137,7 +137,7 @@ class DevicePrefetch:
         with self._branch.fork():
             self._kernel.list_predicted(*listed)
             self._list_made, self._listed_for = self._branch.mark(), layer + 1
-            self._kernel.copy_predicted(self._table, layer + 1, self._projections, self._listed)
+            self._kernel.copy_predicted(self._table, layer + 1, self._listed)
             self._all_made = self._branch.mark()
 
     def observe(self, layer: int, x: Tensor, ids: Tensor) -> None:

@@ -31,9 +31,9 @@ class _Coming(NamedTuple):
     """Predicted experts on the emulated link."""
 
     layer: int
-    projections: int
     begun: float  # when the link began to carry them
-    due: dict[int, float]  # when each has crossed the link, by its place in ``Table.staged``
+    # When each has crossed the link, its place in ``Table.staged``, and what that says then.
+    due: list[tuple[float, int, int]]
 
 
 class PlainKernels:
@@ -80,8 +80,13 @@ class PlainKernels:
         slots = slot_ranges(table)
         actions = plan.action[:, : int(plan.count)]
         hits, on_cpu = (actions == Action.HIT).all(0), (actions == Action.CPU).any(0)
-        for part in (hits, ~hits & ~on_cpu) if self._seconds_per_byte else (~on_cpu,):
-            some = part.nonzero().flatten().tolist()
+        parts = [(~on_cpu).nonzero().flatten().tolist()]
+        if self._seconds_per_byte:  # hits while misses arrive, and each of those when it has
+            parts = [
+                hits.nonzero().flatten().tolist(),
+                *([item] for item in (~hits & ~on_cpu).nonzero().flatten().tolist()),
+            ]
+        for some in parts:
             sleep_until(self.arrival(sum(self.place(step, plan, item, slots) for item in some), begun))
             self.kernel.compute(some)
         if cpu_queue is not None:
@@ -110,9 +115,9 @@ class PlainKernels:
         if (coming := self._coming) is not None:
             self._coming, now = None, time.perf_counter()
             if coming.layer == layer:
-                for place, due in coming.due.items():
+                for due, place, projections in coming.due:
                     if due <= now:
-                        publish(table, place, coming.projections)
+                        publish(table, place, projections)
             self._free = min(self._free, max(coming.begun, now))  # the others are not fetched
         self._formats = self._of_layers[layer]
         plan_small_batch(table, layer, ids, weights, rows, plan, **how)
@@ -123,12 +128,12 @@ class PlainKernels:
     list_predicted = staticmethod(list_predicted)
     judge_predicted = staticmethod(judge_predicted)
 
-    def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
-        begun, due = self._free, {}
-        for source, destination, nbytes, place in listed.copies[: int(listed.count)].tolist():
+    def copy_predicted(self, table: Table, layer: int, listed: PrefetchList) -> None:
+        begun, due = self._free, []
+        for source, destination, nbytes, place, projections in listed.copies[: int(listed.count)].tolist():
             self.fetch(memory_at(source, nbytes), memory_at(destination, nbytes))
-            due[place] = self.arrival(nbytes, time.perf_counter())
-        self._coming = _Coming(layer, projections, begun, due)
+            due.append((self.arrival(nbytes, time.perf_counter()), place, projections))
+        self._coming = _Coming(layer, begun, due)
 
     def large_batch_step(
         self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int

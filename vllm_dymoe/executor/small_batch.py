@@ -21,11 +21,10 @@ from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBatchKernel
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.constants import PROJECTIONS, SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList, set_prefetch
-from vllm_dymoe.planner.small_batch import PROJECTIONS
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.on_device import DevicePredictor
 from vllm_dymoe.prefetch.pace import StepPace

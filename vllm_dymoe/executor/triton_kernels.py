@@ -87,8 +87,8 @@ class TritonKernels:
     ) -> None:
         list_predicted_on_gpu(table.at(layer), layer, rows, projections, vars(out), look_ahead)
 
-    def copy_predicted(self, table: Table, layer: int, projections: int, listed: PrefetchList) -> None:
-        copy_predicted_on_gpu(table.at(layer), layer, projections, vars(listed))
+    def copy_predicted(self, table: Table, layer: int, listed: PrefetchList) -> None:
+        copy_predicted_on_gpu(table.at(layer), layer, vars(listed))
 
     def large_batch_step(
         self, table: Table, shape: LargeBatchShape, activation: Activation, kind: int

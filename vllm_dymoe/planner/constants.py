@@ -40,6 +40,8 @@ class Cost(IntEnum):
 
 NEVER_FETCHED = 1 << 40  # Cost.LINK of versions that the CPU always executes
 
+PROJECTIONS = 3  # of an expert: gate, up and down
+
 
 POSITIONS_AT_ONCE = 2  # positions of an expert that are computed for each read of a weight
 

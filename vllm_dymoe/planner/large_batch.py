@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.planner.constants import Action, Cost, experts_width
+from vllm_dymoe.planner.constants import PROJECTIONS, Action, Cost, experts_width
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
-from vllm_dymoe.planner.small_batch import PROJECTIONS, bytes_ahead, found_ahead, list_positions, slot_address
+from vllm_dymoe.planner.small_batch import bytes_ahead, found_ahead, list_positions, slot_address
 from vllm_dymoe.planner.table import Counter, Table
 
 RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first streamed one

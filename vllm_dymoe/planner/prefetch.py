@@ -9,7 +9,8 @@ staging slots:
 
 ``Table.predicted`` names the experts. The list is made before the next layer is planned. Experts that have arrived by
 then are hits in staging slots. Copies stop when the plan begins, so that no demand waits for a prediction; an expert
-that has not arrived is an ordinary miss.
+that has not arrived is an ordinary miss. Each projection is a copy: the time of a layer brings about one expert over a
+link, and less without its last bytes would bring none.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.constants import PROJECTIONS, experts_width
 from vllm_dymoe.planner.rule import ABSENT, HIGH, LOW
 from vllm_dymoe.planner.small_batch import bytes_ahead, slot_address
 from vllm_dymoe.planner.table import Table
@@ -55,7 +56,7 @@ class PrefetchList:
     Copies are in the order in which they are made.
     """
 
-    copies: Tensor  # int64 [any, 4]: source address, destination address, bytes, place in ``Table.staged``
+    copies: Tensor  # int64 [any, 5]: source, destination, bytes, place in ``Table.staged``, and what that says then
     count: Tensor  # int32 [1], number of copies
     arrivals: Tensor  # int32 [any], scratch: programs that have made their part of a copy
     held: Tensor  # int32 [2, experts], 1 for experts of an even and an odd layer that it held when its list was made
@@ -71,9 +72,9 @@ class PrefetchList:
         ints: Any = {"dtype": torch.int32, "device": device}
         longs: Any = {"dtype": torch.int64, "device": device}
         return cls(
-            torch.zeros(MOST_AHEAD * slices * experts, 4, **longs),
+            torch.zeros(MOST_AHEAD * slices * experts * PROJECTIONS, 5, **longs),
             torch.zeros(1, **ints),
-            torch.zeros(MOST_AHEAD * slices * experts, **ints),
+            torch.zeros(MOST_AHEAD * slices * experts * PROJECTIONS, **ints),
             torch.zeros(2, experts, **ints),
             torch.zeros(layers if experts else 0, len(PredictionCount), **longs),
             torch.zeros(2 * experts_width(experts) if experts else 0, **longs),
@@ -197,14 +198,13 @@ def list_predicted(
                     continue
                 slot = int(host.staging[later, part, 0]) + free[part].pop(0)
                 host.staged[half, number, :2, expert] = slot, part
-                copy = (
-                    int(host.source[later, expert, part]),
-                    slot_address(host, later, part, slot),
-                    bytes_ahead(host, later, part, projections),
-                )
+                source, destination = int(host.source[later, expert, part]), slot_address(host, later, part, slot)
                 place = ((half * len(host.slot) + number) * 3 + 2) * host.experts + expert
-                out.copies[listed] = torch.tensor((*copy, place))
-                listed += 1
+                for projection in range(projections):
+                    begin, end = (bytes_ahead(host, later, part, projection + n) for n in range(2))
+                    copy = source + begin, destination + begin, end - begin, place, projection + 1
+                    out.copies[listed] = torch.tensor(copy)
+                    listed += 1
     out.count.fill_(listed)
 
 

@@ -10,11 +10,11 @@ What a layer does with the experts of a step is a pure function of integers.
 - If a step needs more experts than the layer's quota, the hottest are admitted first, so that a prompt or a large batch
   does not empty the cache.
 - The coldest misses are executed on the CPU, as many as the CPU finishes before the link has brought the others. A miss
-  that finds a free slot is always fetched.
+  that finds a free slot is always fetched. What was fetched ahead does not have to cross the link any more.
 
-Decisions depend only on what is held, not on what was prefetched or when anything arrives. Everything is integer
-arithmetic, so the other writings, ``kernels/cpu/planner.h`` and ``kernels/triton/planner.py``, give the same results
-bit for bit. Their common constants are in ``constants``.
+Nothing else depends on what was prefetched, or on when anything arrives. Everything is integer arithmetic, so the other
+writings, ``kernels/cpu/planner.h`` and ``kernels/triton/planner.py``, give the same results bit for bit. Their common
+constants are in ``constants``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dymoe.planner.constants import AGING, LOW_VERSION, NEVER_FETCHED, USE, Action, Cost
+from vllm_dymoe.planner.constants import AGING, LOW_VERSION, NEVER_FETCHED, PROJECTIONS, USE, Action, Cost
 
 ABSENT, LOW, HIGH = 0, 1, 2  # the version in which an expert is held or wanted
 
@@ -71,6 +71,7 @@ def decide(
     admits: bool = True,
     rows: Ints | None = None,  # int64 [n], rows of each expert; None for no CPU execution
     costs: Ints | None = None,  # int64 [3, 4], by precision and Cost
+    ahead: Ints | None = None,  # int64 [slices, n], projections that were fetched ahead; None for none
 ) -> Ints:
     """Decide the place of each expert that a step uses.
 
@@ -98,7 +99,8 @@ def decide(
     high, fetched = wanted == HIGH, ~hit
     if rows is not None and costs is not None and costs[:, Cost.FIRST_ROW].any():
         free = quotas if admits else (0, 0, 0)
-        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, free, costs)
+        left = PROJECTIONS - (np.zeros_like(places) if ahead is None else ahead)
+        on_cpu = _executed_on_cpu(hit, score[0][active], wanted, held, rows, free, costs, left)
         fetched, places[:, on_cpu] = fetched & ~on_cpu, CPU
     if not admits:
         return places
@@ -140,7 +142,7 @@ def actions_of(
 
 def _executed_on_cpu(
     hit: NDArray[np.bool_], score: Ints, wanted: NDArray[np.int8], held: NDArray[np.int8], rows: Ints,
-    quotas: Sequence[int], costs: Ints,
+    quotas: Sequence[int], costs: Ints, left: Ints,
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Return which experts the CPU executes, bool [n].
 
@@ -151,6 +153,7 @@ def _executed_on_cpu(
     Args:
         hit: bool [slices, n], slices that are resident or not wanted.
         score: int64 [n], of the step's experts; the other arguments are as for :func:`decide`.
+        left: int64 [slices, n], projections that have not been fetched ahead.
     """
     link, cost = np.zeros(len(score), np.int64), costs[wanted]
     may = (cost[:, Cost.FIRST_ROW] > 0) & (rows <= cost[:, Cost.MOST_ROWS])
@@ -160,7 +163,8 @@ def _executed_on_cpu(
     for precision, lacks, has in ((LOW, low, kept), (HIGH, ~hit[-1] & (wanted == HIGH), held == HIGH)):
         lacking = lacks.nonzero()[0]
         if len(lacking):
-            link[lacking] += costs[precision, Cost.LINK]
+            part = left[precision - LOW if len(hit) > 1 else 0, lacking]
+            link[lacking] += costs[precision, Cost.LINK] * part // PROJECTIONS
             may[lacking[: max(0, quotas[precision] - int(np.count_nonzero(has)))]] = False
     may &= link > 0
     if (link[may] >= NEVER_FETCHED).all():

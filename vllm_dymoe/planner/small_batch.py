@@ -11,16 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.planner.constants import POSITIONS_AT_ONCE, Action
+from vllm_dymoe.planner.constants import POSITIONS_AT_ONCE, PROJECTIONS, Action
 from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.importance import high_experts, importance
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import PromptTokens
-from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, Ints
+from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM, Ints
 from vllm_dymoe.planner.table import ID_BITS, Counter, Table
 from vllm_dymoe.planner.weights import renormalized
-
-PROJECTIONS = 3
 
 
 def plan_small_batch(
@@ -67,7 +65,8 @@ def plan_small_batch(
     active, wanted = active[~skipped], wanted[~skipped]
     before = host.precision[layer, active]
     sizes_there = None if large else sizes[active]
-    places = host.begin_step(layer, active, wanted, sizes_there, counted=np.isin(active, uses))
+    ahead = _fetched_ahead(host, layer, active, wanted)
+    places = host.begin_step(layer, active, wanted, sizes_there, counted=np.isin(active, uses), ahead=ahead)
     hit, on_cpu = (places == HIT).all(0), (places == CPU).any(0)
     serves = hit if not host.nested else hit & bool(host.reuse_high[0])
     computed = np.where(serves, before, wanted)
@@ -89,7 +88,10 @@ def plan_small_batch(
     for counter, those in counted.items():
         host.counters[layer, counter] += np.count_nonzero(those)
     if not large:
-        _count_arrived(host, layer)
+        lacks = (~hit & (host.staged[layer % 2, 0, 1, active] == wanted))[None]
+        if host.nested:
+            lacks = np.stack((before == ABSENT, (before != HIGH) & (wanted == HIGH)))
+        _count_arrived(host, layer, active, lacks)
     _list_items(host, layer, active, computed, places, sizes, plan)
     if not large:  # a large batch reads it again
         host.staged_for[layer % 2] = -1
@@ -146,17 +148,32 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
     return (slot, projections) if found else (-1, 0)
 
 
-def _count_arrived(table: Table, layer: int) -> None:
-    """Count the predicted slices of a layer that have arrived in time.
+def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
+    """Return how many projections of each slice came ahead, int64 [slices, n] of the active experts."""
+    staged, codes = table.staged[layer % 2][:, :, active], wanted[None]
+    if table.nested:
+        codes = np.array([[LOW], [HIGH]], np.int8)
+    found: Ints = np.where((staged[:, 1] == codes) & (table.staged_for[layer % 2] == layer), staged[:, 2], 0)
+    return found.astype(np.int64)
 
-    Slices that the step does not use count as well.
+
+def _count_arrived(table: Table, layer: int, active: Ints, lacks: NDArray[np.bool_]) -> None:
+    """Count the predicted slices of a layer that have arrived, used or not, and those that have not.
+
+    Args:
+        lacks: bool [slices, n], which slices of the active experts are missed.
     """
     if table.staged_for[layer % 2] != layer:
         return
-    for _, codes, projections in table.staged[layer % 2]:
+    for lacking, (_, codes, projections) in zip(lacks, table.staged[layer % 2], strict=True):
         arrived = projections.nonzero()[0].tolist()
         nbytes = sum(bytes_ahead(table, layer, int(codes[expert]), int(projections[expert])) for expert in arrived)
         table.counters[layer, [Counter.AHEAD, Counter.AHEAD_BYTES]] += len(arrived), nbytes
+        missed = np.zeros(len(codes), bool)
+        missed[active] = lacking
+        absent = (codes > 0) & (projections == 0)
+        counted = np.count_nonzero(absent & missed), np.count_nonzero(absent & ~missed)
+        table.counters[layer, [Counter.LATE, Counter.CANCELLED]] += counted
 
 
 def _list_items(

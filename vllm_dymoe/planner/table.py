@@ -52,6 +52,8 @@ class Counter(IntEnum):
     AHEAD_USED = auto()  # misses that had been fetched ahead, at least in part
     AHEAD_USED_BYTES = auto()
     CPU_EXECUTED = auto()  # misses that the CPU executed
+    LATE = auto()  # misses that were to be fetched ahead, of which nothing had arrived
+    CANCELLED = auto()  # others that were to be fetched ahead, of which nothing had arrived
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
@@ -198,7 +200,7 @@ class Table:
 
     def begin_step(
         self, layer: int, active: Ints, wanted: NDArray[np.int8], rows: Ints | None = None, *,
-        counted: NDArray[np.bool_] | None = None,
+        counted: NDArray[np.bool_] | None = None, ahead: Ints | None = None,
     ) -> Ints:  # fmt: skip
         """Count the uses of a layer's step and decide, see :func:`~.rule.decide`.
 
@@ -206,6 +208,7 @@ class Table:
 
         Args:
             counted: bool [n], experts whose use counts; None for all.
+            ahead: as for :func:`~.rule.decide`.
         """
         self.step[layer] += 1
         score, used_at, evicts = self.score[:, layer], self.used_at[:, layer], int(self.evicts[0])
@@ -216,7 +219,7 @@ class Table:
             record_uses(score, used_at, active[uses], wanted[uses], int(self.step[layer]), aging)
         quotas, reuse = self.quotas[layer].tolist(), bool(self.reuse_high[0])
         where: Any = {"reuse_high": reuse, "rows": rows, "costs": self.cpu_costs, "admits": bool(self.admits[0])}
-        return decide(active, wanted, self.precision[layer], score, used_at, quotas, **where)
+        return decide(active, wanted, self.precision[layer], score, used_at, quotas, ahead=ahead, **where)
 
     def keep(self, layer: int, active: Ints, wanted: NDArray[np.int8], places: Ints) -> None:
         """Write the rows of admitted experts at once.

@@ -9,9 +9,10 @@ take on the host: with a cache that has nearly everything, predicting costs more
 """
 
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from statistics import median
 
 _LOSES = 1 / 4  # share of needed predictions below which they lose; see above
 _PAYS = 1 / 2
@@ -76,7 +77,8 @@ class Pace:
 
 _WINDOW = 16  # measured steps
 _SETTLING = 2  # steps after a change that are not measured: the first ones begin with what others have left
-_FASTER = 0.98  # of the time of a step, below which the other way is taken
+_FASTER = 0.98  # of the time of a step, below which another step is faster
+_KEPT = 64  # steps of each way that are compared
 
 
 class StepPace:
@@ -84,9 +86,10 @@ class StepPace:
 
         with prefetch | without | with prefetch | without | ... | with prefetch (longer and longer) | without | ...
 
-    A trial of the other way lasts one window of steps. The faster way is kept, and each trial that it wins doubles the
-    steps until the next one. Prefetching or not changes no value, so trials are free to come while requests are served.
-    Steps count from beginning to beginning, with the same number of tokens.
+    A trial of the other way lasts one window of steps. The other way is taken if it is clearly faster, and each trial
+    in which it is not doubles the steps until the next one. Steps differ by what they miss, often by more than prefetch
+    gains, so the latest steps of several trials are compared. Prefetching or not changes no value, so trials are free
+    to come while requests are served. Steps count from beginning to beginning, with the same number of tokens.
 
     Args:
         clock: in seconds.
@@ -96,7 +99,9 @@ class StepPace:
         self._clock, self._times = clock, list[float]()
         self._prefers = self._acts = True
         self._windows, self._steps = 1, 0  # of the preferred way between two trials; its steps since the last one
-        self._tokens, self._begun, self._reference = 0, 0.0, 0.0
+        self._tokens, self._begun = 0, 0.0
+        # By tokens, and by whether they prefetch.
+        self._kept = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=_KEPT))
 
     @property
     def interval(self) -> int:
@@ -123,15 +128,31 @@ class StepPace:
     def _decide(self) -> None:
         if len(self._times) < _WINDOW + _SETTLING:
             return
-        measured = median(self._times[-_WINDOW:])
         if self._acts is self._prefers:
             if self._steps < self._windows * _WINDOW:
                 return
-            self._reference, self._acts = measured, not self._acts
+            self._keep()
+            self._acts = not self._acts
         else:
-            if measured < _FASTER * self._reference:
+            self._keep()
+            ones, others = (self._kept[self._tokens, acts] for acts in (self._acts, self._prefers))
+            if _clearly_faster(ones, others):
                 self._prefers, self._windows = self._acts, 1
             else:
                 self._acts, self._windows = self._prefers, min(2 * self._windows, _LARGEST_INTERVAL)
             self._steps = 0
         self._times.clear()
+
+    def _keep(self) -> None:
+        self._kept[self._tokens, self._acts].extend(self._times[_SETTLING:])
+
+
+def _clearly_faster(ones: Collection[float], others: Collection[float]) -> bool:
+    """Return whether steps are faster than others, beyond what chance does to their order.
+
+    Of all pairs, one step has to be the faster in more than half by 2.4 standard deviations of that share for equal
+    steps (Mann and Whitney 1947).
+    """
+    ordered = sorted(_FASTER * other for other in others)
+    faster = sum(len(ordered) - bisect_right(ordered, one) for one in ones)
+    return faster > len(ones) * len(others) * (0.5 + min(len(ones), len(others)) ** -0.5)

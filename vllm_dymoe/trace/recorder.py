@@ -70,7 +70,7 @@ class Recorder:
         self.folder, self.header = folder, header
         self.recording = True
         self.tokens = 0
-        self._inputs = inputs
+        self.inputs = inputs
         self._limit, self._say = limit, say
         self._part_bytes, self._interval = part_bytes, interval
         self._prepare()
@@ -142,7 +142,7 @@ class Recorder:
 
         A predictor is trained from them; writing them once is enough.
         """
-        if self._inputs:
+        if self.inputs:
             self._gates = gates
 
     def forget(self, number: int) -> None:
@@ -212,7 +212,7 @@ class Recorder:
         self._say(sentence)
 
     def _allocate(self, step: _Step, device: torch.device, given: Set[str]) -> None:
-        wanted = {"experts", *given} - (set() if self._inputs else {"router_inputs", "next_gate"})
+        wanted = {"experts", *given} - (set() if self.inputs else {"router_inputs", "next_gate"})
         for name, (shape, dtype) in columns(self.header, step.tokens).items():
             if name in wanted:
                 step.tensors[name] = torch.empty(shape, dtype=dtype, device=device)
@@ -230,7 +230,7 @@ class Recorder:
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             with opened(path) as (file, _, header):
                 inputs = "router_inputs" in file.keys()  # noqa: SIM118 - it is no dictionary
-            if header != self.header or inputs != self._inputs:
+            if header != self.header or inputs != self.inputs:
                 raise TraceError(
                     f"trace folder {self.folder} has a trace of another model or with other tensors ({path.name}, of "
                     f"{header.model}); name another folder."

@@ -2,7 +2,8 @@
 
 Such a step may be the replay of a CUDA graph, in which no Python runs. Before the model runs, the number of rows that
 are tokens is set; afterwards observers get what routers chose. Steps of few rows are small batches, others large
-batches; so are steps with prompt tokens, if the policy treats these differently.
+batches; so are steps with prompt tokens, if the policy treats these differently, and all steps while an observer needs
+all inputs of routers: then no graph contains a MoE layer.
 """
 
 import torch
@@ -69,7 +70,7 @@ class DecodeSteps:
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
-        if rows <= path.most_rows and (plain or self._decodes or not self._asks):
+        if rows <= path.most_rows and (plain or not self._is_large):
             return path.forward(layer.position, x, weights, here, layer.activation)
         if plain:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
@@ -108,8 +109,15 @@ class DecodeSteps:
     def _asks(self) -> bool:
         return self._prompts is not None and self._prompts.asks
 
+    @property
+    def _is_large(self) -> bool:
+        """Whether the running step is a large batch, however few its rows are."""
+        if any(observer.needs_all_inputs for observer in self._observation.observers):
+            return True
+        return self._asks and not self._decodes
+
     def begin(self) -> None:
-        self._tokens, self._large = self._step.tokens, not (self._decodes or not self._asks)
+        self._tokens, self._large = self._step.tokens, self._is_large
         self._large |= self._step.tokens > self.path.most_rows
         self.path.begin_step(self._tokens, large=self._large)
         recording = bool(self._listeners) or self._server.host_planned.migration is not None

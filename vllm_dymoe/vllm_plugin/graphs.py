@@ -4,9 +4,9 @@ Host code in a captured graph would never run again. With device-side planning t
 graph. Steps with prompts run without graphs, unless every expert is resident: outside of a graph, experts arrive for
 one layer while another is computed.
 
-With host-side planning no graph may contain a MoE layer. vLLM's piecewise graphs are always split at its operator,
-because workers fall back to them if attention cannot be captured; its breakable graphs are interrupted by it
-(``moe_method``).
+With host-side planning, or if the inputs of routers are recorded, no graph may contain a MoE layer. vLLM's piecewise
+graphs are always split at its operator, because workers fall back to them if attention cannot be captured; its
+breakable graphs are interrupted by it (``moe_method``).
 """
 
 import torch
@@ -25,7 +25,7 @@ OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 def settle_graphs(
     config: VllmConfig,
     *,
-    plans_on_device: bool = False,  # steps need no host
+    needs_no_host: bool = False,  # steps are planned by the device, and no inputs of routers are recorded
     recorded: bool = False,  # routing is recorded, which only graphs of small-batch steps do
     complete: bool = False,  # every expert is resident in some version, and prompts are computed like other tokens
 ) -> None:
@@ -35,7 +35,7 @@ def settle_graphs(
     """
     settings = config.compilation_config
     asked = settings.cudagraph_mode
-    sizes = _decode_sizes(config, recorded=recorded) if plans_on_device else []
+    sizes = _decode_sizes(config, recorded=recorded) if needs_no_host else []
     mode, reason = _choose(config, asked, over_steps=bool(sizes))
     pieces = settings.is_attention_compiled_piecewise() and not _breakable()
     if mode == CUDAGraphMode.FULL_DECODE_ONLY and asked == CUDAGraphMode.FULL_AND_PIECEWISE and complete and pieces:
@@ -149,11 +149,11 @@ def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -
         )  # fmt: skip
     elif mode == CUDAGraphMode.NONE:
         logger.warning(
-            "vllm-dymoe: no CUDA graphs%s, because the host plans and fetches experts in every step, and %s; this "
-            "costs most in decode.", becomes, reason,
+            "vllm-dymoe: no CUDA graphs%s, because MoE layers need the host in every step, and %s; this costs most in "
+            "decode.", becomes, reason,
         )  # fmt: skip
     else:
         (logger.warning if becomes else logger.info)(
-            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because the host plans and fetches experts there "
-            "in every step; there are two graphs for each layer.", becomes,
+            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because these need the host in every step; there "
+            "are two graphs for each layer.", becomes,
         )  # fmt: skip

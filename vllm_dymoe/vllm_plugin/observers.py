@@ -27,11 +27,13 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 class Observer:
     """Gets what the routers of a rank choose in steps of requests.
 
-    Warm-up steps and padding are left out. Observers that need the routers' inputs get nothing of device-planned
-    steps, which do not keep them; others get all layers of these after the model has run.
+    Warm-up steps and padding are left out. Observers that need the routers' inputs get nothing of device-planned small
+    batches, which do not keep them; others get all layers of these after the model has run.
     """
 
-    needs_inputs: ClassVar[bool] = False
+    needs_inputs: bool = False
+    needs_all_inputs: bool = False
+    """Whether no step may be without them: then every device-planned step is a large batch."""
     needs_actions: ClassVar[bool] = False
     """Whether it gets a layer after that has run; otherwise before, as a gate is checked before it predicts."""
 
@@ -117,7 +119,7 @@ class CalibrationObserver(Observer):
     Errors are reported at the end and fail no request.
     """
 
-    needs_inputs = True
+    needs_inputs = needs_all_inputs = True
 
     def __init__(self, path: Path, tokens: int, model: Mapping[str, Any]) -> None:
         dtype: torch.dtype = getattr(torch, model["dtype"])
@@ -153,6 +155,7 @@ class TraceObserver(Observer):
 
     def __init__(self, recorder: Recorder, gates: Callable[[], Sequence[Gate]] = tuple) -> None:
         self.recorder = recorder
+        self.needs_inputs = self.needs_all_inputs = recorder.inputs
         self._gates_now = gates
         self._gates: Sequence[Gate] = ()
         self._gates_given = False

@@ -97,7 +97,7 @@ def _start(model: str, length: int, options: Mapping[str, Any]) -> LLM:
     return LLM(
         model=model,
         quantization="dymoe",
-        additional_config={"dymoe": {"high": 16, "planning": "host", **options}},
+        additional_config={"dymoe": {"high": 16, **options}},
         max_model_len=None if longest is not None and longest <= length else length + 1,
         max_num_batched_tokens=max(PART_TOKENS, length + 1),
         enforce_eager=True,

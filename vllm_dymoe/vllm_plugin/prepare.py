@@ -97,7 +97,8 @@ def prepare(config: VllmConfig) -> None:
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
         recorded = options.trace is not None
-        settle_graphs(config, plans_on_device=decides, recorded=recorded, complete=there and not recorded)
+        alone = decides and not (options.trace is not None and options.trace.inputs)
+        settle_graphs(config, needs_no_host=alone, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
     _ask_for_every_weight(config)
 

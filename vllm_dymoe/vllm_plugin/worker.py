@@ -12,6 +12,7 @@ from vllm_dymoe.prefetch import PredictorError
 from vllm_dymoe.quantize.recording import CalibrationError
 from vllm_dymoe.server import ExpertServer, precision_of
 from vllm_dymoe.server.live import live_state
+from vllm_dymoe.vllm_plugin.graphs import OVER_STEPS
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
 
 
@@ -72,8 +73,8 @@ class DymoeWorkerExtension:
         Return an error message or None.
         """
         rank = _rank(self)
-        if rank.server.small_batches is not None:
-            return 'the device plans decode steps, and keeps no inputs; start with planning "host"'
+        if _replays_steps(self):
+            return "a CUDA graph over a decode step keeps no inputs of routers; start with --enforce-eager"
         return _problem(lambda: rank.observation.record(Path(path), tokens))
 
     def dymoe_record_end(self) -> str | None:
@@ -114,6 +115,10 @@ class DymoeWorkerExtension:
 
 def _rank(worker: Any) -> RankServer:
     return worker.vllm_config.quant_config.loaded_model()
+
+
+def _replays_steps(worker: Any) -> bool:
+    return worker.vllm_config.compilation_config.cudagraph_mode in OVER_STEPS
 
 
 def _server(worker: Any) -> ExpertServer:

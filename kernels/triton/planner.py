@@ -685,7 +685,7 @@ def _count_ahead(counts, offsets, slot_bytes, code, ahead):
 
 @triton.jit
 def _count_absent(counts, code, ahead, missed):
-    """Add listed experts of which nothing has arrived: those that are missed, and others."""
+    """Count listed experts of which nothing has arrived, missed or not."""
     absent = (code > 0) & (ahead == 0)
     add_to(counts, 0, number_of(absent & missed))
     add_to(counts, 1, number_of(absent & (missed == 0)))

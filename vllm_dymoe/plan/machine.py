@@ -135,7 +135,7 @@ class Machine(BaseModel):
 
 @dataclass(frozen=True)
 class Probe:
-    """What is measured: the disk of a folder, and the CPU with layers of a model's sizes."""
+    """What is measured: a folder's disk, and the CPU with a model's layers."""
 
     folder: str
     hidden: int

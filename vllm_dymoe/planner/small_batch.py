@@ -149,7 +149,7 @@ def found_ahead(table: Table, layer: int, expert: int, code: int) -> tuple[int, 
 
 
 def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.int8]) -> Ints:
-    """Return how many projections of each slice came ahead, int64 [slices, n] of the active experts."""
+    """Return how many projections came ahead: int64 [slices, n active experts]."""
     staged, codes = table.staged[layer % 2][:, :, active], wanted[None]
     if table.nested:
         codes = np.array([[LOW], [HIGH]], np.int8)
@@ -158,7 +158,7 @@ def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.in
 
 
 def _count_arrived(table: Table, layer: int, active: Ints, lacks: NDArray[np.bool_]) -> None:
-    """Count the predicted slices of a layer that have arrived, used or not, and those that have not.
+    """Count the predicted slices of a layer: arrived, used, or late.
 
     Args:
         lacks: bool [slices, n], which slices of the active experts are missed.

@@ -148,7 +148,7 @@ class StepPace:
 
 
 def _clearly_faster(ones: Collection[float], others: Collection[float]) -> bool:
-    """Return whether steps are faster than others, beyond what chance does to their order.
+    """Return whether steps are faster than others, beyond chance.
 
     Of all pairs, one step has to be the faster in more than half by 2.4 standard deviations of that share for equal
     steps (Mann and Whitney 1947).

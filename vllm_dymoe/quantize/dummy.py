@@ -85,7 +85,7 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
 
 
 class RandomStore(HostStore):
-    """A store of some random experts in memory, which share the bytes of ``distinct`` ones."""
+    """Random experts in memory that share the bytes of ``distinct`` ones."""
 
     whole = True
 

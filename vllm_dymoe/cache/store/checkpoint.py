@@ -1,4 +1,4 @@
-"""16-bit experts in the tensors of a checkpoint's own files, without a second copy on the disk.
+"""16-bit experts in a checkpoint's own files, without a second copy.
 
 A packed expert at 16 bits is its matrices [rows, columns], one after the other. So each of its sections is a tensor of
 the checkpoint, wherever that is. A CPU cannot compute from such files in place, because the three matrices of an expert

@@ -321,7 +321,7 @@ class FileStore(HostStore):
         return [Piece(layer.path, layer.file, self._begin(key) + span.start, span.stop - span.start)]
 
     def _fill(self, key: SliceKey, destination: torch.Tensor, projections: range, *, wait: bool = True) -> bool:
-        """Read a part of a slice; return whether a disk was read, as far as the system reports it."""
+        """Read a part of a slice; return whether the system says that a disk was read."""
         if not wait and (self._direct or self._reading.bytes_per_second):
             raise BlockingIOError(errno.EAGAIN, "the read would have to wait for a disk")
         begin, from_disk = 0, False
@@ -499,7 +499,7 @@ def _locate(path: Path, places: Mapping[str, TensorPlace], name: str, nbytes: in
 
 
 def cannot_read(path: Path, error: OSError, where: str = "") -> StoreError:
-    """Return a StoreError for a fault that may be temporary or specific to this process.
+    """Return a StoreError for a fault of this process or moment.
 
     Such a fault is no reason to write the store again.
     """

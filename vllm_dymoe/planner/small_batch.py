@@ -158,7 +158,7 @@ def _fetched_ahead(table: Table, layer: int, active: Ints, wanted: NDArray[np.in
 
 
 def _count_arrived(table: Table, layer: int, active: Ints, lacks: NDArray[np.bool_]) -> None:
-    """Count the predicted slices of a layer: arrived, used, or late.
+    """Count predicted slices that arrived, came late, or were cancelled.
 
     Args:
         lacks: bool [slices, n], which slices of the active experts are missed.

@@ -1,4 +1,4 @@
-"""Large batches of integer codes in Gluon, with weights that stay in registers.
+"""Large batches of codes of 4 and 2 bits in Gluon, with weights that stay in registers.
 
 The launches are those of ``grouped.py``. A program computes 256 rows, 64 of each of its four warps, for up to 64
 positions of one expert, along the columns in steps of a strip:
@@ -32,7 +32,7 @@ from vllm_dymoe.kernels.triton.section import (
     weight_bytes,
 )
 
-_halves, _operand = mma_rows._halves, mma_rows._operand
+_operand = mma_rows._operand
 _gated, _load_bias = in_gluon(of_activation.gated), in_gluon(of_section.load_bias)
 # Triton renamed it in 3.8.
 _load_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -242,7 +242,7 @@ def _products(
     DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
     STORED: gl.constexpr = stored_bits(TAG, NESTED)
     WHOLE_BITS: gl.constexpr = 2 * TAG if 2 * TAG == NESTED else TAG
-    TWO: gl.constexpr = TAG == 8 or STORED < TAG
+    TWO: gl.constexpr = STORED < TAG
     # At 2 bits a word serves two columns, half of a part apart.
     FOLD: gl.constexpr = 2 if STORED == 2 else 1
     PART: gl.constexpr = 64 if GROUP > 64 and (2 * TAG == NESTED or STORED < TAG) else GROUP
@@ -274,9 +274,7 @@ def _products(
     words_at = _blocks(gate, up, warp, BLOCKS, PADDED_COLUMNS * STORED * 8, PAIR).to(gl.pointer_type(gl.int32))
     words_at += column * 8 + word
     below_at = words_at
-    if STORED == 8:
-        below_at = words_at + PADDED_COLUMNS * 8
-    elif TWO:
+    if TWO:
         below_at = _blocks(gate_below, up_below, warp, BLOCKS, PADDED_COLUMNS * STORED * 8, PAIR)
         below_at = below_at.to(gl.pointer_type(gl.int32)) + (column * 8 + word)
 
@@ -317,12 +315,8 @@ def _products(
         scales = gl.convert_layout(scales, gl.SliceLayout(1, A), assert_trivial=True)
         scale = gl.expand_dims((scales & 0xFFFF).to(gl.int16), 1).broadcast_to([256, STRIP])
         zero = gl.expand_dims((scales >> 16).to(gl.int16), 1).broadcast_to([256, STRIP])
-        if TAG == 8:
-            high, low = _halves(words, below, TAG, NESTED, 4, STRIP, FLOAT16)
-            a = _weights(_as_operand(high, A), _as_operand(low, A), scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
-        else:
-            codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
-            a = _weights(codes, codes, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
+        codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
+        a = _weights(codes, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
         async_copy.wait_group(1)
         barrier()
         b = shared.index(strip % 3).permute([1, 0]).load(B)
@@ -383,15 +377,12 @@ def _as_operand(codes, A: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    codes, low, scale, zero, TAG: gl.constexpr, WHOLE_BITS: gl.constexpr, STEPS: gl.constexpr, FLOAT16: gl.constexpr
+    codes, scale, zero, TAG: gl.constexpr, WHOLE_BITS: gl.constexpr, STEPS: gl.constexpr, FLOAT16: gl.constexpr
 ):
-    """Return (code - center) * scale + zero as 16-bit patterns.
-
-    `low` has the lower halves of codes of 8 bits; for others it is not read.
-    """
+    """Return (code - center) * scale + zero as 16-bit patterns."""
     ASM: gl.constexpr = weights_of(TAG, WHOLE_BITS, STEPS, FLOAT16)
-    REGISTERS: gl.constexpr = "=r,r,r,r,r"
-    return gl.inline_asm_elementwise(ASM, REGISTERS, [codes, low, scale, zero], gl.int16, is_pure=True, pack=2)
+    REGISTERS: gl.constexpr = "=r,r,r,r"
+    return gl.inline_asm_elementwise(ASM, REGISTERS, [codes, scale, zero], gl.int16, is_pure=True, pack=2)
 
 
 @gluon.constexpr_function
@@ -408,12 +399,10 @@ def weights_of(bits, whole_bits, integer_zeros, float16):
     lines += [f"{fma} %code, $1, %one, %offset;"]
     if step > 1:
         lines += [f"{fma} %code, %code, %step, %center;"]
-    if bits == 8:
-        lines += [f"{fma} %code, $2, %one, %code;"]
     if integer_zeros:
-        lines += [f"{fma} %code, %code, %one, $4;", "mov.b32 %offset, 0x80008000;", f"{fma} $0, %code, $3, %offset;"]
+        lines += [f"{fma} %code, %code, %one, $3;", "mov.b32 %offset, 0x80008000;", f"{fma} $0, %code, $2, %offset;"]
     else:
-        lines += [f"{fma} $0, %code, $3, $4;"]
+        lines += [f"{fma} $0, %code, $2, $3;"]
     return "{\n.reg .b32 %code, " + ", ".join(numbers) + ";\n" + "\n".join(lines) + "\n}"
 
 

@@ -357,7 +357,7 @@ def _copy(
     if WORDS < SPAN and WORDS < STRIP:  # a strip has a part of a group's first columns, and as many second ones
         folded = strip * WORDS
         column = folded // SPAN * PART + folded % SPAN + place % WORDS + place // WORDS * SPAN
-    if COLUMNS % STRIP == 0:
+    if STRIPS * STRIP == COLUMNS:
         _load_shared(to, x_at + column)
     else:
         _load_shared(to, x_at + column, mask=column < COLUMNS)

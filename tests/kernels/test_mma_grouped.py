@@ -41,8 +41,9 @@ def from_rounded_weights(launch, ran):
 
     gate, up, down = ran.expert
     up_sums = products(ran.x, up)
-    gate_sums = products(ran.x, gate) if launch.activation.has_gate else up_sums
-    inner = launch.activation.gated(gate_sums, up_sums).to(ran.x.dtype)
+    activation = launch.activation
+    gated = activation.gated(products(ran.x, gate), up_sums) if activation.has_gate else activation.alone(up_sums)
+    inner = gated.to(ran.x.dtype)
     want = products(inner, down).to(ran.x.dtype)
     return float((ran.out.float() - want.float()).norm() / want.norm())
 

@@ -226,7 +226,7 @@ class HostCache(HostStore):
         there = self.slots.assign_all()
         try:
             # Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
-            with ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
+            with self.files.reading_all(), ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
                 for nbytes in pool.map(read, there):
                     progress(nbytes)
             if self._shared is not None:

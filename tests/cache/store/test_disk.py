@@ -30,6 +30,7 @@ from vllm_dymoe.cache.store.disk import (
 )
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.header import read_header
+from vllm_dymoe.cache.store.mapped import in_page_cache
 from vllm_dymoe.durable import open_regular
 from vllm_dymoe.experts.format import SliceKey, all_keys
 
@@ -80,6 +81,30 @@ def test_reads_past_the_page_cache_begin_and_end_anywhere(tmp_path, offset, nbyt
         assert not destination[found:].any()
     assert read_direct(file, torch.zeros(10, dtype=torch.uint8), 12_995) == 5, "the file ends"
     os.close(file)
+
+
+def test_everything_is_read_past_the_page_cache_unless_it_is_there(store):
+    keys = list(all_keys(store.experts))
+    for way in (Reading(drops=True), Reading(bytes_per_second=1e9)):
+        store.reading = way
+        with store.reading_all():
+            assert store.reading == way
+    store.reading = Reading()
+    for key in keys:
+        read(store, key)
+    if not all(cached(store, key) for key in keys):
+        pytest.skip("this file system does not tell what the page cache holds")
+    with store.reading_all():
+        assert not store.reading.direct
+    for path in store.folder.glob("*.safetensors"):
+        with path.open() as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if in_page_cache(file.fileno(), 0, path.stat().st_size):
+                pytest.skip("this file system is in memory")
+    with store.reading_all():
+        assert store.reading.direct
+    assert store.reading == Reading()
 
 
 def test_a_way_that_would_wait_says_so(store):

@@ -10,10 +10,11 @@ import ctypes
 import errno
 import json
 import os
+import random
 import resource
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from vllm_dymoe.cache.store.disk import (
 )
 from vllm_dymoe.cache.store.header import TensorPlace, read_header, read_metadata
 from vllm_dymoe.cache.store.manifest import MANIFEST, STORE_VERSION, Manifest
-from vllm_dymoe.cache.store.mapped import MappedFile, lost_pages
+from vllm_dymoe.cache.store.mapped import MappedFile, in_page_cache, lost_pages
 from vllm_dymoe.durable import close_file, open_regular, replace_file
 from vllm_dymoe.experts.format import (
     EVERY_PROJECTION,
@@ -53,6 +54,8 @@ from vllm_dymoe.kernels import native
 
 _NOTHING: frozenset[int] = frozenset()
 _SPARE_DESCRIPTORS = 16  # for files that the process opens for a moment
+_READS_OF_ALL = 8  # concurrent reads past the page cache while everything is read
+_SAMPLE = 64  # slices that are looked for in the page cache before everything is read
 _SECONDS = 1.0  # interval after which a mapped file in use is checked again
 
 
@@ -163,6 +166,28 @@ class FileStore(HostStore):
         if not self._direct:
             for file in self._descriptors:
                 set_direct(file, direct=False)
+
+    @contextlib.contextmanager
+    def reading_all(self) -> Iterator[None]:
+        """Read past the page cache, unless it holds most of the files.
+
+        For a start that reads every byte once: the page cache would copy the bytes, and take the memory that they are
+        to fill. An emulated disk is read as before.
+        """
+        before = self.reading
+        if not (before.drops or before.bytes_per_second or self._mostly_cached()):
+            self.reading = replace(before, direct=True, depth=_READS_OF_ALL)
+        try:
+            yield
+        finally:
+            self.reading = before
+
+    def _mostly_cached(self) -> bool:
+        keys = list(all_keys(self.experts))
+        sample = random.Random(0).sample(keys, min(len(keys), _SAMPLE))
+        pieces = (self._pieces(key, EVERY_PROJECTION)[0] for key in sample)
+        held = sum(in_page_cache(piece.file, piece.offset, piece.nbytes) for piece in pieces)
+        return 2 * held > len(sample)
 
     @property
     def depth(self) -> int:

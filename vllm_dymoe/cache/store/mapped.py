@@ -59,6 +59,18 @@ class MappedFile:
         return there
 
 
+def in_page_cache(file: int, offset: int, nbytes: int) -> bool:
+    """Return whether the page cache has a part of a file; False if that is unknown.
+
+    Unlike a read that must not wait, this starts no read-ahead.
+    """
+    library, begin = native.load(), offset // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        return library is not None and library.resident(map_file(file, offset + nbytes - begin, begin))
+    except OSError:
+        return False
+
+
 def map_file(
     file: int, nbytes: int, offset: int = 0, *, writable: bool = False, end: Callable[[], object] = lambda: None
 ) -> torch.Tensor:

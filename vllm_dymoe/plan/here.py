@@ -1,7 +1,7 @@
-"""What is chosen for a model on this machine, kept for the next start.
+"""Chooses how to serve a model on this machine, and keeps the choice for the next start.
 
-Kept by machine, card, driver, storage and model, and by what the user's arguments say; if one of these changes, it is
-made again.
+A choice is kept by machine, card, driver, storage and model, and by the user's arguments; if one of these changes, it
+is made again.
 """
 
 import hashlib
@@ -27,13 +27,11 @@ def choose_here(
     ConfigError if the machine cannot be measured, or if nothing fits.
 
     Args:
-        arguments: what else is part of the question.
+        arguments: further parts of the key, such as the arguments of `vllm serve`.
         retune: measure the machine and choose again.
     """
-    store, folder = (
-        store_root(Path(asked.options["store_dir"]) if "store_dir" in asked.options else None),
-        cache_folder(),
-    )
+    store = store_root(Path(asked.options["store_dir"]) if "store_dir" in asked.options else None)
+    folder = cache_folder()
     probe = Probe.of(store, model.shape)
     here = machine_here(probe, folder / KEPT, retune=retune)
     key = _key(probe.key, here, model.name, arguments, asked)
@@ -46,7 +44,7 @@ def choose_here(
 
 
 def _key(probe: str, machine: Machine, model: str, arguments: Sequence[str], asked: Asked) -> str:
-    """Of what a choice is kept under; memory counts in sixteenths of 64 GiB."""
+    """Return the key of a kept choice; host memory counts in steps of 4 GiB."""
     config = (config_folder(model) / "config.json").read_bytes()
     said = [probe, __version__, machine.host_memory >> 32, model, config.hex(), list(arguments), repr(asked)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:24]

@@ -192,9 +192,9 @@ def test_problems_are_found(compile_table):
     grouped = good | {"kernel": "grouped_down", "spill_bytes": 8, "barriers_in_loops": 2}
     assert "no tensor-core" in compile_table.problems(grouped)[0]
     assert compile_table.problems(grouped | {"tensor_cores": "mma"}) == []
-    in_registers = mma | {"kernel": "mma_grouped_down", "note": "m 64", "barriers_in_loops": 2, "instructions": 535}
+    in_registers = mma | {"kernel": "mma_grouped_down", "note": "m 64", "barriers_in_loops": 2, "instructions": 630}
     assert compile_table.problems(in_registers) == []
-    for change in ({"instructions": 536}, {"barriers_in_loops": 3}, {"tensor_cores": ""}):
+    for change in ({"instructions": 631}, {"barriers_in_loops": 3}, {"tensor_cores": ""}, {"spill_bytes": 41}):
         assert len(compile_table.problems(in_registers | change)) == 1
 
 

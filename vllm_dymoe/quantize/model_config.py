@@ -86,8 +86,9 @@ def modalities_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     Ernie-4.5-VL has experts for text and others for pictures.
     """
     found = config.get("moe_num_experts")
-    both = isinstance(found, list) and len(found) == 2
-    return tuple(found) if both and all(isinstance(one, int) and one > 0 for one in found) else ()
+    if not isinstance(found, list) or len(found) != 2:
+        return ()
+    return tuple(found) if all(isinstance(one, int) and one > 0 for one in found) else ()
 
 
 def has_gate(model_type: object) -> bool:

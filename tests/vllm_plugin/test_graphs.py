@@ -10,9 +10,15 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from tests.e2e.replays import platform_with_graphs
 from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.vllm_plugin import prepare
 from vllm_dymoe.vllm_plugin.graphs import OPERATOR, leave_layers_out, settle_graphs
 
 DEVICE = {"planning": "device", "host_store": "pinned"}
+
+
+@pytest.fixture(autouse=True)
+def _defaults(monkeypatch):
+    monkeypatch.setattr(prepare, "chosen_options", lambda config: None)
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):

@@ -1,4 +1,4 @@
-"""Large batches of codes of 4 and 2 bits in Gluon, with weights that stay in registers.
+"""Large batches of 4-bit and 2-bit codes in Gluon, with weights in registers.
 
 The launches are those of ``grouped.py``. A program computes 256 rows, 64 of each of its four warps, for up to 64
 positions of one expert, along the columns in steps of a strip:

@@ -1,4 +1,4 @@
-"""Chooses how to serve a model on this machine, and keeps the choice for the next start.
+"""Chooses how to serve a model on this machine, and keeps the choice.
 
 A choice is kept by machine, card, driver, storage and model, and by the user's arguments; if one of these changes, it
 is made again.

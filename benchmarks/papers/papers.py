@@ -468,15 +468,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = HERE / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not asked.page:
+        results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         bench = Bench(asked.work.resolve())
         for name in asked.papers or SECTIONS:
             begun = time.perf_counter()
             results[name] = SECTIONS[name](bench)
             print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
             path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    page.write(results, HERE)
+    page.write(json.loads(path.read_text()), HERE)  # in the file's order, as --page does
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
     python benchmarks/memory_tiers/checks.py [FOLDER ON THE DISK]
 
 Rounds alternate, by the number of concurrent reads. What a server loses is the difference at the best number of each,
-since it measures its disk and takes that. The third column reads without checks next to a process that spins for as
-much of a core as the checks take: where that costs as much, the disk needs the core, as a virtual machine's may, and
-not the checks slow it down. Takes two minutes, and 1.3 GB of the disk meanwhile.
+since it measures its disk and takes that. Every read goes to memory of its own, as in a server: a slot that is read
+into again stays in the processor's cache, and a virtual disk that copies is a third faster into it.
+
+Two more columns read without checks next to another process: one that spins for as much of a core as the checks take,
+and one that reads as many bytes of memory. Where those cost as much, the disk needs the core or the memory's
+bandwidth, as a virtual machine's may, and not the way of checking slows it down. Takes a minute, and 1.3 GB of the
+disk meanwhile.
 """
 
 import argparse
@@ -43,6 +47,18 @@ while True:
         pass
     time.sleep(idle)
 """
+READ_MEMORY = """
+import sys, time, numpy, xxhash
+share, nbytes = float(sys.argv[1]), int(sys.argv[2])
+memory = numpy.ones(256 << 20, numpy.uint8).data
+print(flush=True)
+while True:
+    for begin in range(0, len(memory) - nbytes, nbytes):
+        begun = time.perf_counter()
+        xxhash.xxh3_64_intdigest(memory[begin : begin + nbytes])
+        time.sleep((time.perf_counter() - begun) * (1 / share - 1))
+"""
+BESIDE = {"unchecked_beside_a_busy_core": SPIN, "unchecked_beside_memory_reads": READ_MEMORY}
 
 
 class Unchecked(FileStore):
@@ -60,28 +76,25 @@ class Unchecked(FileStore):
         """Verify nothing."""
 
 
-def rate(store: FileStore, seed: int) -> float:
-    """Return bytes per second, reading random experts."""
-    keys = random.Random(seed).sample(list(all_keys(store.experts)), READS)
-    nbytes, depth = store.experts.formats[4].nbytes, store.depth
-    slots = [map_bytes(nbytes) for _ in range(depth)]
-    for slot in slots:
-        slot.zero_()
+def rate(store: FileStore, slots: list[torch.Tensor], seed: int) -> float:
+    """Return bytes per second, reading random experts into slots of their own."""
+    keys, depth = random.Random(seed).sample(list(all_keys(store.experts)), READS), store.depth
 
     def read(worker: int) -> None:
-        for key in keys[worker::depth]:
-            store.read_into(key, slots[worker])
+        for number in range(worker, READS, depth):
+            store.read_into(keys[number], slots[number])
 
     with ThreadPoolExecutor(depth) as pool:
         begun = time.perf_counter()
         list(pool.map(read, range(depth)))
-        return READS * nbytes / (time.perf_counter() - begun)
+        return sum(slot.numel() for slot in slots) / (time.perf_counter() - begun)
 
 
 @contextlib.contextmanager
-def spinning(share: float) -> Iterator[None]:
-    """Keep a share of a core busy, without touching memory."""
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(share)], stdout=subprocess.PIPE) as process:
+def beside(program: str, *arguments: float) -> Iterator[None]:
+    """Run a program meanwhile that never ends."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout
         process.stdout.readline()
         try:
@@ -122,26 +135,34 @@ def main() -> None:
         nbytes, check = formats[4].nbytes, check_seconds(stores["checked"])
         print(f"A check takes {1e3 * check:.2f} ms of a core for {nbytes} bytes, {nbytes / check / 1e9:.1f} GB/s.")
         results = []
-        beside = "unchecked_beside_a_busy_core"
+        slots = [map_bytes(nbytes) for _ in range(READS)]
+        for slot in slots:
+            slot.zero_()
         for depth in DEPTHS:
             for store in stores.values():
                 store.reading = Reading(direct=True, depth=depth)
                 if not store._direct:
                     raise SystemExit(f"{folder} cannot be read past the page cache; name a folder on a disk.")
-            rates: dict[str, list[float]] = {name: [] for name in (*stores, beside)}
+            rates: dict[str, list[float]] = {name: [] for name in (*stores, *BESIDE)}
             for number in range(arguments.rounds):
                 for name in list(stores)[:: 1 if number % 2 else -1]:
-                    rates[name].append(rate(stores[name], number))
-                with spinning(min(1.0, check * rates["checked"][-1] / nbytes)):
-                    rates[beside].append(rate(stores["unchecked"], number))
+                    rates[name].append(rate(stores[name], slots, number))
+                share = min(1.0, check * rates["checked"][-1] / nbytes)
+                for name, program in BESIDE.items():
+                    with beside(program, share, nbytes):
+                        rates[name].append(rate(stores["unchecked"], slots, number))
             both = list(zip(rates["checked"], rates["unchecked"], strict=True))
             lost = 1 - statistics.median(with_checks / without for with_checks, without in both)
             row = {f"{name}_GB_per_s": round(statistics.median(found) / 1e9, 2) for name, found in rates.items()}
             results.append({"reads_at_once": depth, **row, "lost_percent": round(100 * lost, 1)})
             print(results[-1], flush=True)
     best = {name: max(row[f"{name}_GB_per_s"] for row in results) for name in rates}
-    lost = {name: f"{100 * (1 - best[name] / best['unchecked']):.1f} %" for name in ("checked", beside)}
-    print(f"At the best number of reads checks cost {lost['checked']}, a core as busy {lost[beside]}.")
+    lost = {name: f"{100 * (1 - best[name] / best['unchecked']):.1f} %" for name in ("checked", *BESIDE)}
+    core, memory = (lost[name] for name in BESIDE)
+    print(
+        f"At the best number of reads checks cost {lost['checked']}, a core as busy {core}, as many reads of memory "
+        f"{memory}."
+    )
     found = {"reads": results, "expert_bytes": nbytes, "check_ms": round(1e3 * check, 3), "rounds": arguments.rounds}
     print(json.dumps(found))
 

@@ -195,7 +195,7 @@ class FileStore(HostStore):
 
         Each thread also verifies its bytes, so one more keeps the disk busy.
         """
-        return self.reading.depth + self._direct
+        return self.reading.depth + 2 * self._direct
 
     @property
     def occupies_cores(self) -> bool:

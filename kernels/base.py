@@ -35,7 +35,6 @@ class ExpertKernel(Protocol):
 
     name: str  # name of the implementation, for logs and reports
     workspace_bytes: int  # scratch on the device that this object holds beyond activations
-    asynchronous: bool  # calls return when the work is enqueued, so few large calls cost the host least
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
         """Begin a layer's step.

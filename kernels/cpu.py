@@ -43,7 +43,6 @@ class CpuKernel:
     Raises ValueError if the workspace is too small, or for 8-bit activations without the native library.
     """
 
-    asynchronous = False
     _step: tuple[Tensor, LayerPlan, Tensor, Activation]
 
     def __init__(

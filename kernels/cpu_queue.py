@@ -227,5 +227,5 @@ def native_library() -> native.Library:
     """
     library = native.load()
     if library is None:
-        raise ValueError("CPU execution of misses needs the native library, which was not built here")
+        raise ValueError("the native library was not built here")
     return library

@@ -210,8 +210,6 @@ class Options(BaseModel):
     whatever memory or the page cache holds; on a GPU it measures steps at the first start and takes the faster way."""
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Maximum rows of an expert that the CPU computes for a device; an expert with more rows is fetched."""
-    planning: Literal["auto", "host", "device"] = "auto"
-    """Who plans decode steps, that is which experts are kept and fetched: see [CUDA graphs](#cuda-graphs)."""
     store_dir: Place | None = None
     """Folder for experts quantized while loading; by default `vllm-dymoe` in `VLLM_CACHE_ROOT`, `XDG_CACHE_HOME` or
     ~/.cache.
@@ -294,6 +292,13 @@ class Options(BaseModel):
         False for "auto", which is resolved later.
         """
         return self.misses in ("compute", "share")
+
+    def plain_cpu(self, device_type: str) -> bool:
+        """Return whether experts are computed where they are: on a CPU that emulates no card.
+
+        Otherwise a device plans and computes. Its type is "cpu" if it is emulated.
+        """
+        return device_type == "cpu" and self.link_gbps is None
 
     @property
     def stored_bits(self) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from vllm_dymoe.policies.base import EVICTIONS, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.prefetch import Candidate, Predictor, RoutedModel
 from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
-from vllm_dymoe.prefetch.side_stream import make_side_stream
 
 
 class Oracle(Predictor):
@@ -24,7 +23,6 @@ class Oracle(Predictor):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._known: dict[bytes, list[list[int]]] = {}  # by the first layer's routing: each layer's experts
         self._step: list[list[int]] = []
         self._again = False
@@ -51,7 +49,6 @@ class Votes(Predictor):
     """Predicts the experts that enough of the last layers name: FIRM-MoE's Figure 7."""
 
     def __init__(self, model: RoutedModel, k: int, weights: Sequence[float], least: float) -> None:
-        super().__init__()
         self._gates, self._k, self._weights, self._least = model.gates, k, weights, least
         self._inputs: deque[torch.Tensor] = deque(maxlen=len(weights))
 
@@ -107,9 +104,7 @@ class Compared(Exact):
             return Oracle()
         if self.ahead == "votes":
             return Votes(model, self.k or model.top_k, self.weights, self.least)
-        return MeetingOfLayers(
-            model.gates, self.k or model.top_k, self.p, held=model.held, side_stream=make_side_stream(model.device)
-        )
+        return MeetingOfLayers(model.gates, self.k or model.top_k, self.p, held=model.held)
 
 
 def make_known() -> None:

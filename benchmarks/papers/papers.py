@@ -51,8 +51,8 @@ _PCIE3 = "13.4GB/s"  # 15.75 GB/s minus protocol overhead
 
 
 def find_device(name: str, link: str | None) -> Device:
-    """Return a card by its data sheet alone, as the papers' kernels would use it."""
-    return replace(find_measured(name, link), rates=())
+    """Return a card by its data sheet alone, as the papers use it: their hosts plan."""
+    return replace(find_measured(name, link), rates=(), decides=False)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Bench:
         The share can also be "top-k" or "layer". With ``all_of_16`` the share is of all experts at 16 bits.
         """
         trace = trace or self.trace
-        header, chosen = trace.header, Options(**{"planning": "host", "group_size": 64, **given})
+        header, chosen = trace.header, Options(**{"group_size": 64, **given})
         kind, experts = make_policy_of(chosen, self.network), sizes.experts(header, tuple(chosen.stored_bits))
         whole = experts.formats[chosen.high].whole_nbytes
         everything = header.num_layers * header.num_experts * whole * (16 / chosen.high if all_of_16 else 1)
@@ -445,9 +445,8 @@ def adaptive(bench: Bench) -> dict[str, Any]:
         for batch in (1, 4, 32):
             table = found.setdefault(f"{residuals:.0%}", {})[str(batch)] = {}
             for name, options in rows.items():
-                given = options | {"planning": "auto"}
                 share = (2.5 + 2 * residuals) / 4.5
-                simulator = bench.simulator(given, share, QWEN3, device, trace=bench.others)
+                simulator = bench.simulator(options, share, QWEN3, device, trace=bench.others)
                 simulator.run(bench.steps(4, others=True, requests=tuple(range(32, 36))), measured=False)
                 requests = tuple(range(max(8, batch)))
                 table[name] = summary_of(simulator.run(bench.steps(batch, others=True, requests=requests)), simulator)

@@ -81,7 +81,7 @@ class Model:
 
     def server(self, label: str, misses: str, budget: str, link_gbps: float) -> ExpertServer:
         """Return a server of the emulated card."""
-        given: dict[str, Any] = {"high": 4, "group_size": 64, "planning": "device", "misses": misses}
+        given: dict[str, Any] = {"high": 4, "group_size": 64, "misses": misses}
         options = Options(**given, **POLICIES[label], expert_budget=budget, link_gbps=link_gbps)
         header, prefetch = self.header, make_policy(options).prefetch
         sizes = header.num_layers, header.num_experts, header.top_k

@@ -10,7 +10,7 @@ import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import damage, read, write
-from tests.executor.device_planned import run_device_planned
+from tests.executor.device_planned import run_device_planned, run_on_card
 from tests.executor.steps import STEPS, make_server, run
 from tests.small_model import make_experts
 from vllm_dymoe.cache.host_cache import HostCache, join
@@ -70,7 +70,6 @@ def test_every_slice_is_the_files_whatever_was_asked_before_and_the_budget_is_ke
     for round_ in range(4):
         layer = random_.randrange(3)
         host_cache.expect(layer, random_.sample(list(layer_keys(EXPERTS, layer)), 5))
-        host_cache.prefetch(random_.sample(keys, 6))
         threads = [threading.Thread(target=ask, args=(4 * round_ + number,)) for number in range(3)]
         for thread in threads:
             thread.start()
@@ -108,28 +107,6 @@ def test_all_that_a_step_needs_is_read_at_once(make_host_cache, monkeypatch):
     monkeypatch.setattr(FileStore, "_fill", lambda *arguments, **more: (together.wait(), fill(*arguments, **more)))
     host_cache.expect(0, [SliceKey(0, expert, 4) for expert in range(3)])
     read(host_cache, SliceKey(0, 0, 4))  # a barrier that three reads pass together, or none
-
-
-def test_a_prediction_waits_for_demand_and_is_dropped_by_it(make_host_cache, monkeypatch):
-    host_cache, go, order = make_host_cache(share(0.8), depth=1), threading.Event(), []
-    fill = FileStore._fill
-
-    def slow(self, key, *arguments, **more):
-        go.wait(20)
-        order.append(key.expert)
-        return fill(self, key, *arguments, **more)
-
-    monkeypatch.setattr(FileStore, "_fill", slow)
-    host_cache.expect(0, [SliceKey(0, 0, 4)])
-    host_cache.prefetch([SliceKey(1, expert, 4) for expert in (1, 2)])
-    host_cache.expect(0, [SliceKey(0, 3, 4)])
-    go.set()
-    read(host_cache, SliceKey(0, 3, 4))
-    assert set(order) == {0, 3}
-    assert host_cache.slots.counts.predictions.dropped == 2
-    host_cache.prefetch([SliceKey(1, 2, 4)])
-    read(host_cache, SliceKey(1, 2, 4))
-    assert host_cache.slots.counts.predictions.useful == 1
 
 
 def test_a_slot_is_read_into_behind_the_last_copy_out_of_it(make_host_cache, monkeypatch):
@@ -255,7 +232,7 @@ def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
     damage(files.folder / file_name(1), files._begin(key) + 100, b"\xff\xfe\xff")
     for expert in (4, 5, 6):  # push it out
         read(host_cache, SliceKey(0, expert, 4))
-    assert not host_cache.has(key)
+    assert key not in host_cache.slots.held
     with pytest.raises(StoreError, match="corrupted: the gate projection of expert 1"):
         read(host_cache, key)
     host_cache.close()
@@ -265,26 +242,26 @@ def test_other_bytes_are_found_whenever_they_enter_memory(tmp_path, check):
 def test_a_level_below_a_device_changes_no_bit(make_host_cache, part):
     want = run(make_server(FileStore(make_host_cache(share(1)).files.folder), "100%"), STEPS)
     host_cache = make_host_cache(share(part))
-    server = make_server(host_cache, "25%", link_gbps=50.0, planning="host")
-    for got, expected in zip(run(server, STEPS), want, strict=True):
+    server = make_server(host_cache, "25%", link_gbps=50.0)
+    for got, expected in zip(run_on_card(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     stats = server.stats()
     assert stats.host_hits > 0
-    assert 0 < stats.host_misses <= stats.disk_reads < stats.misses + stats.host_predictions["made"] + 1
+    assert 0 < stats.host_misses <= stats.disk_reads <= stats.misses
     server.resize_host_memory(smallest_host_cache(EXPERTS))
-    for got, expected in zip(run(server, STEPS), want, strict=True):
+    for got, expected in zip(run_on_card(server, STEPS), want, strict=True):
         assert torch.equal(got, expected)
     server.close()
 
 
-@pytest.mark.parametrize("planning", ["host", "device"])
-def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, planning):
-    """Once all experts are in host memory, neither way reads the disk again."""
+@pytest.mark.parametrize("link_gbps", [None, 50.0], ids=["host", "device"])
+def test_all_in_memory_is_a_store_that_the_device_reads_by_itself(make_host_cache, folder, link_gbps):
+    """Once all experts are in host memory, nobody reads the disk again."""
     want = run(make_server(FileStore(folder), "100%"), STEPS)
     host_cache = make_host_cache(share(1))
     host_cache.fill()
-    server = make_server(host_cache, "25%", planning=planning)
-    got = run_device_planned(server, STEPS) if planning == "device" else run(server, STEPS)
+    server = make_server(host_cache, "25%", link_gbps=link_gbps)
+    got = run_device_planned(server, STEPS) if link_gbps else run(server, STEPS)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))
     stats = server.stats()
     assert (stats.misses > 0, stats.host_misses, host_cache.files.counts.reads) == (
@@ -323,23 +300,19 @@ def test_a_drafts_level_is_the_models(make_host_cache, model, draft):
     if model:
         budget = sum(share(part) for part in (model, draft))
         assert (both.whole, both.slots.limit) == (draft == 1, budget)
-        server = make_server(both, "25%", link_gbps=50.0, planning="host")
-        run(server, STEPS)
+        server = make_server(both, "25%", link_gbps=50.0)
+        run_on_card(server, STEPS)
         both.check_integrity()
         if not both.whole:
             assert 0 < server.stats().host_bytes <= budget
             server.resize_host_memory(share(0.4))
-            run(server, STEPS)
+            run_on_card(server, STEPS)
             assert server.stats().host_bytes <= share(0.4)
         server.engine.close()
 
 
 def test_a_disk_that_fails_fails_its_step_and_no_other(make_host_cache, monkeypatch):
-    server, fill, broken = (
-        make_server(make_host_cache(share(0.4)), "25%", link_gbps=50.0, planning="host"),
-        FileStore._fill,
-        [False],
-    )
+    server, fill, broken = make_server(make_host_cache(share(0.4)), "25%"), FileStore._fill, [False]
 
     def fails(*arguments, **more):
         if broken[0]:

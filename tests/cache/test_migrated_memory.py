@@ -13,7 +13,7 @@ import torch
 from tests.cache.test_migration import AT_ONCE, frozen_output
 from tests.executor.device_planned import decode, run_large_batch
 from tests.executor.schedules import LAYERS
-from tests.executor.steps import CPU, random_step
+from tests.executor.steps import CPU, FAST, random_step
 from tests.executor.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.device_cache import Writer
@@ -31,7 +31,7 @@ PROMPT = SMALL_BATCH_ROWS + 3
 
 
 def planned_server(nested, share="85%", agree=list, **options):
-    chosen = Options(high=4, low=2, group_size=32, expert_budget=share, planning="device")
+    chosen = Options(high=4, low=2, group_size=32, expert_budget=share, link_gbps=FAST)
     return ExpertServer(STORES[nested], chosen, CPU, policy=DynaExq(**(AT_ONCE | options)), agree=agree)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from tests.errors import refused
+from tests.executor.device_planned import decode
 from tests.executor.schedules import (
     COMPUTATION,
     DEVICES,
@@ -22,12 +23,13 @@ from tests.executor.schedules import (
     KINDS,
     LAYERS,
     STORES,
+    DevicePlannedParts,
     Program,
     RecordedFaults,
     RecordedParts,
     make_engine,
 )
-from tests.executor.steps import CPU, ByNumber, NumberPrecision, forward, make_server, random_step
+from tests.executor.steps import CPU, FAST, ByNumber, NumberPrecision, forward, make_server, random_step
 from tests.executor.two_ranks import on_two_ranks
 from tests.small_model import make_experts, make_store
 from tests.support.deterministic_threads import DeterministicThreads
@@ -35,7 +37,7 @@ from tests.support.faulty_store import FaultyStore
 from tests.support.happens_before import History
 from tests.support.instead import Instead
 from tests.support.patience import becomes
-from tests.support.recorded_device import record_reads
+from tests.support.recorded_device import RecordedStreams, record_reads
 from vllm_dymoe.cache.budget import expert_worth, minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.device_table import DeviceCounts
 from vllm_dymoe.cache.expert_cache import Fetcher
@@ -79,15 +81,18 @@ def frozen_output(store, bits_map, layer, step):
     return forward(server, layer, *step)
 
 
-def dynaexq(store, places=4, engine=None, parts=None, agree=list, high=4, low=2, **options):
-    policy = DynaExq(**(AT_ONCE | options))
-    chosen = Options(high=high, low=low, group_size=32, expert_budget="100%")
-    least = minimum_budget(store.experts, chosen, policy, workspace_bytes(store.experts))
-    formats = store.experts.formats
+def dynaexq(store, places=4, engine=None, parts=None, agree=list, high=4, low=2, link_gbps=None, **options):
+    policy, formats = DynaExq(**(AT_ONCE | options)), store.experts.formats
     step = formats[high].nbytes - (0 if formats[high].nested else formats[low].nbytes)
-    chosen = Options(high=high, low=low, group_size=32, expert_budget=least + (places - 1) * step)
+    chosen = {"high": high, "low": low, "group_size": 32, "link_gbps": link_gbps}
     more = {"policy": policy, "engine": engine, "agree": agree, "parts": parts}
-    return ExpertServer(store, chosen, CPU, **more)
+    if link_gbps:
+        server = ExpertServer(store, Options(expert_budget="100%", **chosen), CPU, **more)
+        server.resize(server.minimum_budget + (places - 1) * step)
+        server.cache.device_table.table.recording.fill_(1)
+        return server
+    least = minimum_budget(store.experts, Options(**chosen), policy, workspace_bytes(store.experts))
+    return ExpertServer(store, Options(expert_budget=least + (places - 1) * step, **chosen), CPU, **more)
 
 
 def serve(server, steps):
@@ -97,26 +102,39 @@ def serve(server, steps):
         held = server.cache.table.precision.copy()
         x, weights, ids = random_step(seed, tokens, server.experts)
         ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # alternate between the two halves
-        yield forward(server, layer, x, weights, ids), held, (x, weights, ids)
+        run = forward if server.small_batches is None else decode
+        yield run(server, layer, x, weights, ids), held, (x, weights, ids)
+        server.host_planned.end_decode(tokens)
         server.check_integrity()
 
 
-def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16):
-    """Serve on a recorded device; returns each step's output, a frozen map's output, and the outcomes of the moves."""
+def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16, captures=False):
+    """Serve on a recorded CPU or device; returns each step's output, a frozen map's, and the outcomes of the moves.
+
+    Each step of a device may be followed by a graph capture, with transfers paused throughout.
+    """
     store = RecordedFaults(STORES[nested], history, turns, {})
     engine = make_engine(kind, store, history, turns, 1.0, Program(()))
     compute = COMPUTATION if kind in DEVICES else None
+    parts, link_gbps = RecordedParts(history, None), None
     if kind in DEVICES:  # recorded devices, whose answers are forgotten between two polls
         chance = random.Random(len(steps))
         engine.streams._ended = lambda: chance.random() < 0.9
-    server = dynaexq(store, high, engine, RecordedParts(history, compute))
+        parts, link_gbps = DevicePlannedParts(history), FAST
+    server = dynaexq(store, high, engine, parts, link_gbps=link_gbps)
     store._faults = {store._reads + number: how for number, how in dict(faults).items()}
-    server.kernel.asynchronous = kind in DEVICES
     record_reads(server.kernel, history, compute, turns.pause)
     served = []
     try:
         for output, held, step in serve(server, steps):
             served.append((output, frozen_output(STORES[nested], held, steps[len(served)][1], step)))
+            if captures and kind in DEVICES and not faults:
+                with engine.paused():
+                    engine.streams.capturing = True
+                    for _ in range(20):
+                        turns.pause()
+                    engine.streams.capturing = False
+                assert engine.streams.intruders == []
             for _ in range(idle):  # a device needs several looks until its copies have finished
                 turns.pause()
                 server.host_planned.begin_step(Phase.DECODE)
@@ -135,10 +153,11 @@ faults = st.dictionaries(st.integers(0, 20), st.sampled_from(("fail", "hang")), 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.booleans(), st.sampled_from(KINDS), steps, faults, st.integers(1, 12), st.integers(0, 2**32))
-def test_no_schedule_corrupts_a_slot_and_the_map_alone_decides(nested, kind, steps, faults, high, seed):
-    history = History()
-    served, _ = execute(nested, kind, steps, DeterministicThreads(history, seed), history, faults, high)
+@given(st.booleans(), st.sampled_from(KINDS), steps, faults, st.integers(1, 12), st.booleans(), st.integers(0, 2**32))
+def test_no_schedule_corrupts_a_slot_and_the_map_alone_decides(nested, kind, steps, faults, high, captures, seed):
+    """No schedule disturbs a capture either."""
+    history, given = History(), {"faults": faults, "high": high, "captures": captures}
+    served, _ = execute(nested, kind, steps, DeterministicThreads(history, seed), history, **given)
     assert history.races == []
     assert all(torch.equal(got, want) for got, want in served)
 
@@ -214,11 +233,21 @@ def into_a_slot_that_is_still_read():
     return (mock.patch.object(TransferEngine, "submit", at_once),)
 
 
+def computation_does_not_wait():
+    return (mock.patch.object(RecordedStreams, "computation_waits", return_value=None),)
+
+
+def a_staging_buffer_is_reused_too_early():
+    return (mock.patch.object(RecordedStreams, "synchronize", return_value=None),)
+
+
 REAL = {"_publish": Migration._publish}
 PLANTED = [
     *((published_early, nested, kind) for nested in (True, False) for kind in ("disk", "link", *DEVICES)),
     *((without_a_fence, nested, kind) for nested in (True, False) for kind in DEVICES),
     *((into_a_slot_that_is_still_read, True, kind) for kind in DEVICES),
+    *((computation_does_not_wait, nested, kind) for nested in (True, False) for kind in DEVICES),
+    (a_staging_buffer_is_reused_too_early, True, "staged"),
     (half_a_pair, False, "disk"),
 ]
 

@@ -70,7 +70,7 @@ def test_replayed_steps_read_what_is_published_without_a_new_capture():
     """Decode steps captured earlier and eager steps with the same rows give the same answers, bit for bit."""
     parameters = {"window_s": 0, "window_uses": 0.5, "link_share": 1.0, "margin": 0, "in_flight": 8}
     options = {"high": 4, "low": 2, "expert_budget": "70%", "policy": "dynaexq", "policy_options": parameters}
-    options |= {"host_store": "pinned", "planning": "device"}
+    options |= {"host_store": "pinned", "link_gbps": 100.0}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4]}
     with replayed_steps() as seen, engine(dymoe=options, enforce_eager=False, compilation_config=graphs) as llm:
         server = server_of(llm)

@@ -181,7 +181,7 @@ def speculate():
     """Answers with tokens predicted from the text so far; for one prompt alone also the number of steps."""
     os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling the proposer takes a minute and changes no prediction
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    options = OPTIONS | {"planning": "device", "host_store": "pinned"}
+    options = OPTIONS | {"link_gbps": 100.0, "host_store": "pinned"}
     with engine(dymoe=options, speculative_config=speculation) as llm:
         server = server_of(llm)
         answers = answer(llm, prompts()[:6])
@@ -193,7 +193,7 @@ def speculate():
 
 
 def test_ngram_speculation_gives_the_same_tokens_in_fewer_steps(plain_answers):
-    """With device planning; test_models covers draft models with host planning."""
+    """On an emulated card; test_models covers draft models on a CPU."""
     # In a process of its own: it leaves numba modules behind that break vLLM's next engine.
     answers, tokens, steps = in_own_process(speculate)
     assert tokens > steps, "no draft was accepted"

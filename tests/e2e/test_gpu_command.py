@@ -4,6 +4,7 @@ import pytest
 import vllm
 
 from tests.e2e.full_replays import replayed_steps
+from tests.executor.steps import FAST
 from tests.kernels.host_card import Inline
 from tests.support.benchmarks import modules_of
 
@@ -20,7 +21,7 @@ def part(monkeypatch):
         from parts import engine
 
         def start(**settings):
-            settings["additional_config"]["dymoe"] |= {"planning": "device", "host_store": "pinned"}
+            settings["additional_config"]["dymoe"] |= {"link_gbps": FAST, "host_store": "pinned"}
             settings["compilation_config"]["mode"], seen.replaying = 0, False
             llm = original(**settings)
             seen.replaying = True

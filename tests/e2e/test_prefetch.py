@@ -2,6 +2,7 @@
 
 import functools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from vllm.model_executor.models import qwen3_moe
 
 from tests.e2e.engines import MODEL, answer, engine, prompts, recorded_layers, same_bits, server_of
+from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.cli import app
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.prefetch.checkpoint import load_predictor
@@ -26,9 +28,17 @@ pytestmark = pytest.mark.engine
 BUDGET = "25%"
 
 
-# On this link the shipped model's experts take about a millisecond each, so there is time to hide.
-OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03, "planning": "host"}
-ON_DEVICE = OPTIONS | {"planning": "device"}
+# At this rate the shipped model's experts take about a millisecond each, so there is time to hide: on a CPU from a
+# disk, and on an emulated card over its link.
+OPTIONS = {"high": 4, "expert_budget": BUDGET, "misses": "fetch", "disk_gbps": 0.03}
+ON_DEVICE = {"high": 4, "expert_budget": BUDGET, "host_store": "pinned", "link_gbps": 0.03}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _disk_takes_no_core():
+    """As one that is read past the page cache; where reads are copies by a core, nothing is prefetched."""
+    with mock.patch.object(FileStore, "occupies_cores", new=False):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +178,7 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
     change no token.
     """
     traces, file, own = tmp_path / "traces", tmp_path / "predictor.safetensors", tmp_path / "own.safetensors"
-    options = {**OPTIONS, "link_gbps": 0.3, "policy_options": {"look_ahead": 2}}
+    options = {**OPTIONS, "disk_gbps": 0.3, "policy_options": {"look_ahead": 2}}
     recorded = options | {"trace": {"folder": str(traces), "inputs": True}, "train_predictor": str(own)}
     with engine(dymoe=recorded) as llm:
         server = server_of(llm)
@@ -193,16 +203,16 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
 
     result = CliRunner().invoke(app, ["train", str(traces), "--out", str(file)])
     assert result.exit_code == 0, result.output
-    for planning in ("host", "device"):
-        memory = {"host_store": "pinned"} if planning == "device" else {}
-        with engine(dymoe=options | memory | {"predictor": str(file), "planning": planning}) as llm:
+    card = ON_DEVICE | {"link_gbps": 0.3, "policy_options": {"look_ahead": 2}}
+    for given in (options, card):
+        with engine(dymoe=given | {"predictor": str(file)}) as llm:
             server = server_of(llm)
-            assert (server.small_batches is None) == (planning == "host")
+            assert (server.small_batches is None) == (given is options)
             new_tokens, new_layers, stats = answered(llm)
             registry = CollectorRegistry()
             Statistics("tiny", registry).publish(llm.collective_rpc("dymoe_stats"))
             network = server.predictor.predictor.network
-            assert network.look_ahead == (FAR if planning == "host" else 2)
+            assert network.look_ahead == (FAR if given is options else 2)
             assert stats.predictor_bytes - network.nbytes in range(8192), "float32 here, float16 in the file"
         assert new_tokens == tokens
         assert same_bits(new_layers, layers)
@@ -215,8 +225,7 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
 
 def test_a_device_asks_the_network_that_is_trained_meanwhile(tmp_path):
     """From the start, since a captured graph cannot be given another predictor; before it is trained it is the gate."""
-    options = ON_DEVICE | {"host_store": "pinned", "link_gbps": 0.3}
-    with engine(dymoe=options | {"train_predictor": str(tmp_path / "own.safetensors")}) as llm:
+    with engine(dymoe=ON_DEVICE | {"link_gbps": 0.3, "train_predictor": str(tmp_path / "own.safetensors")}) as llm:
         server = server_of(llm)
         predictor = server.predictor.predictor
         assert isinstance(predictor, TrainedPredictor)
@@ -240,7 +249,7 @@ def test_a_device_asks_the_network_that_is_trained_meanwhile(tmp_path):
 
 
 def test_several_gates_vote_on_a_device():
-    with engine(dymoe=ON_DEVICE | {"host_store": "pinned", "policy": "firm"}) as llm:
+    with engine(dymoe=ON_DEVICE | {"policy": "firm"}) as llm:
         server = server_of(llm)
         tuner = server.predictor.predictor._tuner
         tokens, layers, stats = answered(llm)

@@ -54,7 +54,7 @@ def test_three_engines_leave_nothing_alive(tmp_path):
     kinds = [
         some | {"misses": "fetch", "trace": str(tmp_path / "trace")},
         some | {"host_store": "file"},
-        some | {"link_gbps": 1.0, "host_store": "pinned", "misses": "share", "planning": "device"},
+        some | {"link_gbps": 1.0, "host_store": "pinned", "misses": "share"},
     ]
     serving, left = in_own_process(left_behind, folder, stores, kinds)
     assert all(any("dymoe" in one for one in found) for found in serving), "vLLM hides objects of a running engine"

@@ -1,4 +1,4 @@
-"""The small-batch path in real engines on a CPU: the host path's bits, at every budget and batch size."""
+"""The small-batch path in real engines on an emulated card: a CPU's bits, at every budget and batch size."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from tests.e2e.engines import answer, engine, prompts, server_of
 from tests.e2e.full_replays import replayed_steps
 from tests.executor.device_planned import check_device_planned
+from tests.executor.steps import FAST
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.trace.trace import Trace
 
@@ -21,7 +22,7 @@ OPTIONS = {
     # An expert's residency must not choose its precision, or budgets could not be compared.
     "policy_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
 }
-DEVICE = OPTIONS | {"planning": "device"}
+DEVICE = OPTIONS | {"link_gbps": FAST}
 TOKENS = 6
 
 

@@ -1,11 +1,11 @@
-"""Servers with device planning, whose device is a CPU."""
+"""Servers of an emulated card."""
 
 from dataclasses import replace
 from unittest import mock
 
 import torch
 
-from tests.executor.steps import make_server, random_step
+from tests.executor.steps import FAST, make_server, random_step
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor import cpu_execution
@@ -16,6 +16,7 @@ from vllm_dymoe.kernels import Activation, Curve
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.quantize.dummy import random_store
+from vllm_dymoe.server import ExpertServer
 
 KINDS = ("mxfp4", "nvfp4", "fp8", "without a gate", "e8")
 
@@ -36,8 +37,8 @@ def store_of(kind, **sizes):
 
 
 def device_planned_server(store, budget="50%", policy=None, **options):
-    """Like ``make_server``, but steps need no host; the policy is given as an object or by name."""
-    server = make_server(store, "100%", policy, planning="device", **options)
+    """Like ``make_server``, but for an emulated card; the policy is given as an object or by name."""
+    server = make_server(store, "100%", policy, **{"link_gbps": FAST} | options)
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     return server
 
@@ -57,11 +58,15 @@ def run_large_batch(server, layer, x, weights, ids, activation=Activation.SILU, 
 
 
 def run_device_planned(server, steps, activation=Activation.SILU):
+    return run_on_card(server, steps, activation, check_device_planned)
+
+
+def run_on_card(server, steps, activation=Activation.SILU, check=ExpertServer.check_integrity):
     outputs = []
     for seed, layer, tokens in steps:
         run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
         outputs.append(run(server, layer, *random_step(seed, tokens, server.experts), activation))
-        check_device_planned(server)
+        check(server)
     return outputs
 
 

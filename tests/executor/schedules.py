@@ -4,11 +4,13 @@ import contextlib
 import random
 import threading
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from tests.executor.steps import ByNumber, forward, make_server, random_step
 from tests.small_model import make_experts, make_store
+from tests.support.recorded_cpu_queue import DeviceAccesses
 from tests.support.recorded_device import COMPUTATION, RecordedStore, RecordedStreams, record_reads
 from vllm_dymoe.cache.device_cache import SlotPools
 from vllm_dymoe.cache.store import StoreError
@@ -16,6 +18,7 @@ from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.cache.transfer.cuda import StreamDelivery
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
+from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.prefetch import Candidate, Predictor
 from vllm_dymoe.server import Parts
@@ -24,7 +27,8 @@ LAYERS, EXPERTS = 3, 6
 STORES = [make_store(make_experts(layers=LAYERS, num_experts=EXPERTS, nested=nested)) for nested in (False, True)]
 LARGEST = max(fmt.nbytes for store in STORES for fmt in store.experts.formats.values())
 DEVICES = ("pinned", "staged")
-KINDS = ("cores", "disk", "link", *DEVICES)
+ON_CPU = ("cores", "disk", "link")
+KINDS = (*ON_CPU, *DEVICES)
 MIXED = {"low": frozenset({0, 3}), "skipped": frozenset({5})}
 
 
@@ -37,8 +41,6 @@ class Program:
     nested: bool = False  # whether the low version is nested in the high one
     predictions: tuple[tuple[tuple[int, int], ...], ...] = ()  # candidates after each step, by its number
     projections: int = 3  # number of projections that are prefetched
-    captures: bool = False
-    """Whether each step is followed by a graph capture, with transfers paused throughout."""
     faults: dict[int, str] = field(default_factory=dict)  # what happens to the n-th read: "fail" or "hang"
     resizes: dict[int, float] = field(default_factory=dict)
     """From a step on, the share of experts that have a slot, by the step's number."""
@@ -133,6 +135,119 @@ class RecordedParts(Parts):
         )
 
 
+class RecordedBranch:
+    """Records which work is ordered after which; work is assigned to its ``stream``."""
+
+    def __init__(self, history):
+        self._history, self.stream = history, COMPUTATION
+
+    @contextlib.contextmanager
+    def fork(self):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # of the launching thread
+        self._history.follow("branch", self._history.now(COMPUTATION))
+        self.stream = "branch"
+        yield
+        self.stream = COMPUTATION
+
+    def mark(self):
+        return self._history.now("branch")
+
+    def join(self, mark):
+        self._history.follow(COMPUTATION, mark)
+
+
+class RecordedKernels(PlainKernels):
+    """Records the slots that a decode step fills, and the slots that it copies from."""
+
+    def __init__(self, history, branch, *arguments):
+        super().__init__(*arguments)
+        self._history, self._branch = history, branch
+        self._chance, self._clocks, self._watched = random.Random(0), [], False
+
+    def forward(self, *arguments):
+        *_, cpu_queue = arguments
+        with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
+            return super().forward(*arguments)
+
+    def fetch(self, source, destination):
+        stream = self._branch.stream
+        self._history.follow(stream, self._history.now(threading.current_thread()))  # of the launching thread
+        self._history.read(stream, source)
+        self._history.write(stream, destination)
+        self._clocks.append(self._history.now(stream))
+        return super().fetch(source, destination)
+
+    def list_predicted(self, table, layer, *arguments):
+        history = self._history
+        if not self._watched:
+            self._watched = True
+            for half, staged in enumerate(table.staged):
+                history.watch(staged, f"what half {half} of the layers finds", [slice(0, staged.nbytes)])
+        history.follow("branch", history.now(threading.current_thread()))
+        for later in range(layer, min(layer + arguments[-1], LAYERS)):
+            history.write("branch", table.staged[later % 2])
+        PlainKernels.list_predicted(table, layer, *arguments)
+
+    def copy_predicted(self, *arguments):
+        """Any number of the copies may finish before the next layer is planned."""
+        self._clocks = []
+        super().copy_predicted(*arguments)
+        due = self._coming.due
+        made = self._chance.randint(0, len(due))
+        due[made:] = [(float("inf"), *rest) for _, *rest in due[made:]]
+        self._published = self.publish_after(made)
+
+    def publish_after(self, made):
+        return self._clocks[made - 1] if made else {}
+
+    def decide(self, table, layer, *arguments, **how):
+        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))
+        if self._coming is not None and self._coming.layer == layer:
+            self._history.follow(COMPUTATION, self._published)  # the planner sees that they have arrived
+        self._history.read(COMPUTATION, table.staged[layer % 2])
+        super().decide(table, layer, *arguments, **how)
+
+    def large_batch_step(self, table, shape, activation, kind):
+        return RecordedLargeBatch(self, table, shape, activation)
+
+
+class RecordedLargeBatch(PlainLargeBatch):
+    """Records when a layer's list of copies is written; steps are kept alive, so that no list's address is reused."""
+
+    _all: ClassVar[list] = []
+
+    def __init__(self, owner, *arguments):
+        super().__init__(owner, *arguments)
+        self._all.append(self)
+        for lists in {id(lists): lists for lists in self.lists}.values():
+            spans = lists.spans
+            owner._history.watch(spans, f"list {len(self._all)}", [slice(0, spans.nbytes)])
+
+    def plan(self, layer, *arguments):
+        history = self._owner._history
+        history.follow(COMPUTATION, history.now(threading.current_thread()))
+        history.write(COMPUTATION, self.lists[layer % 2].spans)
+        super().plan(layer, *arguments)
+
+    def copy(self, group):
+        history, stream = self._owner._history, self._owner._branch.stream
+        history.follow(stream, history.now(threading.current_thread()))
+        history.read(stream, self._large.spans)
+        super().copy(group)
+
+
+class DevicePlannedParts(RecordedParts):
+    def __init__(self, history):
+        super().__init__(history, COMPUTATION)
+        self._branch = RecordedBranch(history)
+
+    def decode_kernel(self, kernel, experts, link_gbps=None):
+        return RecordedKernels(self._history, self._branch, kernel, experts.of_layers)
+
+    def branch(self):
+        return self._branch
+
+
 def resize_recorded(server, share):
     """Resize, unless a read hangs; the next user of the allocator gets the old slots' memory and writes to it."""
     before = list(server.cache.pools.values())
@@ -168,38 +283,29 @@ def make_engine(kind, store, history, turns, timeout, program):
 
 
 def execute(program, kind, turns, history):
-    """Run a program with one kind of transfers; returns the output of each step, None if it failed."""
+    """Run a program on a CPU with one kind of transfers; returns each step's output, None if it failed."""
     store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
     # All threads can be blocked only if a read hangs; then virtual time advances.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
-    compute = COMPUTATION if kind in DEVICES else None
     server = make_server(
         store,
         program.budget or plain_server(program).minimum_budget,
         ByNumber(staging=program.staging, projections=program.projections, **(MIXED if program.mixed else {})),
         predictor=HostPredictions(program.predictions) if program.predictions else None,
         engine=engine,
-        parts=RecordedParts(history, compute),
+        parts=RecordedParts(history, None),
     )
-    server.kernel.asynchronous = kind in DEVICES
-    record_reads(server.kernel, history, compute, turns.pause)
+    record_reads(server.kernel, history, None, turns.pause)
     outputs = []
-    with engine.paused() if program.captures else contextlib.nullcontext():
-        for number, (seed, layer, tokens) in enumerate(program.steps):
-            if number in program.resizes:
-                resize_recorded(server, program.resizes[number])
-            try:
-                outputs.append(forward(server, layer, *random_step(seed, tokens, store.experts)))
-            except TransferError:
-                outputs.append(None)
-            server.check_integrity()
-            store.hanging = False
-            if program.captures and kind in DEVICES:
-                engine.streams.capturing = True
-                for _ in range(20):
-                    turns.pause()
-                engine.streams.capturing = False
-                assert engine.streams.intruders == []
+    for number, (seed, layer, tokens) in enumerate(program.steps):
+        if number in program.resizes:
+            resize_recorded(server, program.resizes[number])
+        try:
+            outputs.append(forward(server, layer, *random_step(seed, tokens, store.experts)))
+        except TransferError:
+            outputs.append(None)
+        server.check_integrity()
+        store.hanging = False
     engine.close()
     return outputs
 

@@ -18,6 +18,7 @@ from vllm_dymoe.server import ExpertServer
 CPU = torch.device("cpu")
 STEPS = [(seed, seed % 2, (1, 1, 1, 7, 40)[seed % 5]) for seed in range(30)]
 BUDGETS = ["100%", "50%", "25%", "minimum"]
+FAST = 100.0  # GB/s of the link of an emulated card, for tests in which only results matter
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ def with_budget(store, budget, policy=None, **options):
     server = make_server(store, "100%", policy, **options)
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     return server
+
+
+def slow_reads(store, gbps):
+    """An engine that reads like a disk, at this rate in GB/s and without a core, so that a CPU prefetches."""
+    return make_engine(store, CPU, 0, link_gbps=gbps)
 
 
 def random_step(seed, tokens, experts):

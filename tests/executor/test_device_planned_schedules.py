@@ -11,7 +11,6 @@ import random
 import threading
 from dataclasses import replace
 from functools import cached_property, partialmethod
-from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -24,21 +23,23 @@ from tests.executor.schedules import (
     EXPERTS,
     LAYERS,
     STORES,
+    DevicePlannedParts,
     Program,
-    RecordedParts,
+    RecordedBranch,
+    RecordedKernels,
     expected,
     make_engine,
     resize_recorded,
 )
-from tests.executor.steps import make_server, random_step
+from tests.executor.steps import FAST, make_server, random_step
 from tests.support.deterministic_threads import DeterministicThreads
 from tests.support.happens_before import History
-from tests.support.recorded_cpu_queue import DeviceAccesses, RecordedCpuQueue
+from tests.support.recorded_cpu_queue import RecordedCpuQueue
 from tests.support.recorded_device import COMPUTATION, RecordedStore, record_reads
 from vllm_dymoe.executor import cpu_execution, cpu_worker, plain_kernels
 from vllm_dymoe.executor.device_prefetch import DevicePrefetch
 from vllm_dymoe.executor.large_batch import LargeBatches
-from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
+from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.kernels import cpu_queue as queue
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.cpu_queue import QueueShape, post_plain
@@ -52,107 +53,6 @@ from vllm_dymoe.prefetch.popularity import AllExperts
 
 PROMPT = SMALL_BATCH_ROWS + 4
 MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
-
-
-class RecordedBranch:
-    """Records which work is ordered after which; work is assigned to its ``stream``."""
-
-    def __init__(self, history):
-        self._history, self.stream = history, COMPUTATION
-
-    @contextlib.contextmanager
-    def fork(self):
-        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))  # of the launching thread
-        self._history.follow("branch", self._history.now(COMPUTATION))
-        self.stream = "branch"
-        yield
-        self.stream = COMPUTATION
-
-    def mark(self):
-        return self._history.now("branch")
-
-    def join(self, mark):
-        self._history.follow(COMPUTATION, mark)
-
-
-class RecordedKernels(PlainKernels):
-    """Records the slots that a decode step fills, and the slots that it copies from."""
-
-    def __init__(self, history, branch, *arguments):
-        super().__init__(*arguments)
-        self._history, self._branch = history, branch
-        self._chance, self._clocks, self._watched = random.Random(0), [], False
-
-    def forward(self, *arguments):
-        *_, cpu_queue = arguments
-        with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
-            return super().forward(*arguments)
-
-    def fetch(self, source, destination):
-        stream = self._branch.stream
-        self._history.follow(stream, self._history.now(threading.current_thread()))  # of the launching thread
-        self._history.read(stream, source)
-        self._history.write(stream, destination)
-        self._clocks.append(self._history.now(stream))
-        return super().fetch(source, destination)
-
-    def list_predicted(self, table, layer, *arguments):
-        history = self._history
-        if not self._watched:
-            self._watched = True
-            for half, staged in enumerate(table.staged):
-                history.watch(staged, f"what half {half} of the layers finds", [slice(0, staged.nbytes)])
-        history.follow("branch", history.now(threading.current_thread()))
-        for later in range(layer, min(layer + arguments[-1], LAYERS)):
-            history.write("branch", table.staged[later % 2])
-        PlainKernels.list_predicted(table, layer, *arguments)
-
-    def copy_predicted(self, *arguments):
-        """Any number of the copies may finish before the next layer is planned."""
-        self._clocks = []
-        super().copy_predicted(*arguments)
-        due = self._coming.due
-        made = self._chance.randint(0, len(due))
-        due[made:] = [(float("inf"), *rest) for _, *rest in due[made:]]
-        self._published = self.publish_after(made)
-
-    def publish_after(self, made):
-        return self._clocks[made - 1] if made else {}
-
-    def decide(self, table, layer, *arguments, **how):
-        self._history.follow(COMPUTATION, self._history.now(threading.current_thread()))
-        if self._coming is not None and self._coming.layer == layer:
-            self._history.follow(COMPUTATION, self._published)  # the planner sees that they have arrived
-        self._history.read(COMPUTATION, table.staged[layer % 2])
-        super().decide(table, layer, *arguments, **how)
-
-    def large_batch_step(self, table, shape, activation, kind):
-        return RecordedLargeBatch(self, table, shape, activation)
-
-
-class RecordedLargeBatch(PlainLargeBatch):
-    """Records when a layer's list of copies is written; steps are kept alive, so that no list's address is reused."""
-
-    _all: ClassVar[list] = []
-
-    def __init__(self, owner, *arguments):
-        super().__init__(owner, *arguments)
-        self._all.append(self)
-        for lists in {id(lists): lists for lists in self.lists}.values():
-            spans = lists.spans
-            owner._history.watch(spans, f"list {len(self._all)}", [slice(0, spans.nbytes)])
-
-    def plan(self, layer, *arguments):
-        history = self._owner._history
-        history.follow(COMPUTATION, history.now(threading.current_thread()))
-        history.write(COMPUTATION, self.lists[layer % 2].spans)
-        super().plan(layer, *arguments)
-
-    def copy(self, group):
-        history, stream = self._owner._history, self._owner._branch.stream
-        history.follow(stream, history.now(threading.current_thread()))
-        history.read(stream, self._large.spans)
-        super().copy(group)
 
 
 class NamesExperts(DevicePredictor):
@@ -193,18 +93,6 @@ class ByProgram(AllExperts):
         return NamesExperts(table, experts.top_k)
 
 
-class DevicePlannedParts(RecordedParts):
-    def __init__(self, history):
-        super().__init__(history, COMPUTATION)
-        self._branch = RecordedBranch(history)
-
-    def decode_kernel(self, kernel, experts, link_gbps=None):
-        return RecordedKernels(self._history, self._branch, kernel, experts.of_layers)
-
-    def branch(self):
-        return self._branch
-
-
 def execute(program, turns, history):
     store = RecordedStore(STORES[program.nested], history, turns.pause)
     engine = make_engine("pinned", store, history, turns, None, program)
@@ -217,7 +105,7 @@ def execute(program, turns, history):
             Roomy(),
             engine=engine,
             parts=DevicePlannedParts(history),
-            planning="device",
+            link_gbps=FAST,
             misses=program.misses,
         )
     if not program.budget:
@@ -226,9 +114,8 @@ def execute(program, turns, history):
     NamesExperts.look_ahead = 1 + len(program.predictions) % 2
     inputs = torch.zeros(PROMPT, STORES[program.nested].experts.formats[4].hidden, dtype=torch.bfloat16)
     history.watch(inputs, "a layer's input", [slice(0, inputs.nbytes)])
-    server.kernel.asynchronous = True
     record_reads(server.kernel, history, COMPUTATION, turns.pause)
-    outputs, before, failed, cpu_queue = [], LAYERS, False, server.cpu_execution.cpu_queue
+    outputs, before, failed, cpu_queue = [], LAYERS, False, server.cpu_execution.worker
     with mock.patch.object(queue, "native_library", return_value=cpu_queue):
         for number, (seed, layer, tokens) in enumerate(program.steps):
             if number in program.resizes:

@@ -11,6 +11,7 @@ from tests.executor.device_planned import (
     decode,
     device_planned_server,
     run_large_batch,
+    run_on_card,
 )
 from tests.executor.steps import equal, make_server, random_step, run
 from tests.small_model import make_experts, make_store
@@ -18,7 +19,7 @@ from tests.support.faulty_store import FaultyStore
 from vllm_dymoe.cache.device_table import DeviceFailures
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.pages import whole_pages
-from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.kernels import native
 from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -41,7 +42,7 @@ def test_no_budget_changes_a_bit_of_what_comes_from_disk(nested, policy, budget)
     store = FaultyStore(STORES[nested])
     server = device_planned_server(store, budget, policy, low=low, link_gbps=50.0)
     assert server.disk_queue is not None
-    assert equal(run_from_disk(server, STEPS), want)
+    assert equal(run_on_card(server, STEPS), want)
     assert store.reads
     assert all(thread is not threading.main_thread() for thread, _ in store.reads)
     if budget == "100%" and policy == "exact":
@@ -75,19 +76,10 @@ def test_an_expert_that_cannot_be_read_fails_its_step_and_leaves_no_row(nested, 
     assert (table.precision[1] == HIGH).any(), "others are kept"
     check_device_planned_rows(server)
     store.action = lambda number, key: None
-    assert equal(run_from_disk(server, STEPS), want)
+    assert equal(run_on_card(server, STEPS), want)
     failures.send(2)
     assert failures.take(2) == ""
     server.close()
-
-
-def run_from_disk(server, steps):
-    outputs = []
-    for seed, layer, tokens in steps:
-        step = decode if tokens <= 16 else run_large_batch
-        outputs.append(step(server, layer, *random_step(seed, tokens, server.experts)))
-        server.check_integrity()
-    return outputs
 
 
 def check_device_planned_rows(server):
@@ -108,7 +100,7 @@ def test_a_read_that_does_not_end_is_given_up_and_its_memory_is_left_alone():
     assert len(queue._landing) < places, "something still writes there"
     store.gate.set()
     want = run(make_server(STORES[0], "100%", "exact", low=0), STEPS)
-    assert equal(run_from_disk(server, STEPS), want)
+    assert equal(run_on_card(server, STEPS), want)
     queue.release()
     assert len(queue._landing) == places
     server.close()
@@ -154,7 +146,6 @@ def test_nothing_is_asked_for_without_a_miss():
 
 
 def test_memory_that_the_device_can_read_needs_no_thread(memory_store):
-    assert unreadable(memory_store) == ""
     assert device_planned_server(memory_store).disk_queue is None
 
 
@@ -167,11 +158,11 @@ def test_host_memory_that_holds_a_part_lends_what_it_keeps_until_the_device_asks
     want = run(make_server(STORES[0], "100%", "exact", low=0), STEPS)
     server = device_planned_server(store, "25%", "exact", low=0)
     assert server.disk_queue is not None
-    assert equal(run_from_disk(server, STEPS), want)
+    assert equal(run_on_card(server, STEPS), want)
     assert store.slots.counts.misses > 0
     assert store.slots.counts.hits > 0 or room < EXPERTS
     server.resize_host_memory((room + 4) * each)
     server.sleep(2)
     server.wake()
-    assert equal(run_from_disk(server, STEPS), want)
+    assert equal(run_on_card(server, STEPS), want)
     server.close()

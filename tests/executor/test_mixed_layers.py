@@ -94,10 +94,7 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(store, policy):
 
 def test_an_emulated_link_brings_each_layer_at_its_own_size(store):
     want = run(with_budget(store, "100%", **ALONE), ALL_STEPS)
-    for planning in ("host", "device"):
-        server = make_server(store, "30%", planning=planning, link_gbps=5.0, **ALONE)
-        got = run_device_planned(server, ALL_STEPS) if planning == "device" else run(server, ALL_STEPS)
-        assert equal(want, got), planning
+    assert equal(want, run_device_planned(device_planned_server(store, "30%", link_gbps=5.0, **ALONE), ALL_STEPS))
 
 
 def test_a_layer_that_is_brought_costs_its_own_bytes(store):
@@ -217,7 +214,7 @@ def test_down_projections_in_a_format_of_their_own():
         right = reference(store, layer, *random_step(seed, tokens, experts))
         assert (got.double() - right).norm() / right.norm() < 1e-2
     with pytest.raises(ConfigError, match="another format than gate and up"):
-        make_server(store, "50%", low=0, planning="device")
+        device_planned_server(store, "50%", low=0)
 
 
 def test_files_say_how_down_projections_are_packed(tmp_path):

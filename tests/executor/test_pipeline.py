@@ -7,7 +7,6 @@ import torch
 
 from tests.executor.steps import ByNumber, forward, make_server, random_step
 from tests.small_model import make_experts, make_store
-from vllm_dymoe.cache.expert_cache import Fetcher
 from vllm_dymoe.cache.transfer import Reason, TransferStats
 from vllm_dymoe.cache.transfer.ticket import State, Ticket
 from vllm_dymoe.kernels import Activation
@@ -86,14 +85,13 @@ class Script:
         kernel.begin, kernel.compute = begun, listening
 
 
-def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
+def make(arrives, resident, staging=2, predictor=None):
     """A server of two layers that keep two experts each; some experts are resident."""
     engine = Script({})
     server = make_server(
         STORE, (4 + staging) / 12, ByNumber(staging=staging), low=0, engine=engine, predictor=predictor
     )
     engine.listen(server.kernel)
-    server.kernel.asynchronous = asynchronous
     if resident:
         step(server, resident)
     engine.log.clear()
@@ -148,16 +146,10 @@ def test_cores_that_copy_take_turns_with_computation():
     assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
 
 
-def without_overlap(server):
-    """Let a server fetch like Accelerate."""
+def test_without_overlap_nothing_moves_while_anything_computes():
+    """As Accelerate fetches."""
+    server, engine = make({}, resident=[])
     server.host_planned.policy = OnDemand(overlap=False)
-    server.host_planned.fetcher = Fetcher(server.cache, server.engine, overlaps=server.policy.residency.overlaps)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
-    server, engine = make({}, resident=[], asynchronous=asynchronous)
-    without_overlap(server)
     engine.fences.clear()
     step(server, [0, 1, 2, 3, 4, 5])  # in at least two rounds: two cache slots and two staging slots
     log, asked = engine.log, [entry for entry in engine.log if entry.startswith("ask")]
@@ -169,54 +161,15 @@ def test_without_overlap_nothing_moves_while_anything_computes(asynchronous):
     assert engine.fences[-1] > 0
 
 
-def test_without_overlap_a_slot_that_was_never_read_waits_as_well():
+def test_a_copy_to_a_device_waits_for_all_computation_before_it():
+    """Also into a slot that was never read: nobody records who reads which."""
     server, engine = make({}, resident=[0, 1])
-    without_overlap(server)
     step(server, [0, 1])
     computed = engine._computed
     engine.fences.clear()
     step(server, [2, 3])  # these are colder, and pass through fresh staging slots
     assert computed > 0
     assert engine.fences == [computed, computed]
-
-
-def waits(*experts):
-    return [f"wait {expert}.{count}" for count in (1, 2, 3) for expert in experts]
-
-
-def test_where_computing_only_enqueues_half_of_what_is_on_its_way_is_one_launch():
-    server, engine = make({}, resident=[0, 1], staging=4, asynchronous=True)
-    step(server, [0, 1, 2, 3, 4, 5])
-    assert engine.log == [
-        *("ask 2", "ask 3", "ask 4", "ask 5", "compute 0 1"),  # every expert has a slot
-        *("compute 2 3", *waits(2, 3)),  # while 4 and 5 move
-        *("compute 4", *waits(4)),
-        *("compute 5", *waits(5)),
-    ]
-
-
-def test_where_computing_only_enqueues_residents_are_spread_over_the_misses():
-    """If all were enqueued at once, they would precede the work that frees a slot, and block the link."""
-    server, engine = make({}, resident=[0, 1], asynchronous=True)
-    step(server, [0, 1, 2, 3, 4, 5])
-    assert [entry for entry in engine.log if not entry.startswith("wait")] == [
-        *("ask 2", "ask 3", "compute 1", "compute 2"),
-        *("ask 4", "compute 0", "compute 3"),
-        *("ask 5", "compute 4", "compute 5"),
-    ]
-
-
-def test_where_computing_only_enqueues_what_has_arrived_together_is_one_launch():
-    server, engine = make({2: 2, 3: 2, 4: 2, 5: 3}, resident=[0], staging=4, asynchronous=True)
-    step(server, [0, 2, 3, 4, 5])
-    assert engine.log == [
-        *("ask 2", "ask 3", "ask 4", "ask 5", "compute 0"),
-        *("compute 2 3", *waits(2, 3)),
-        *("compute 4", "compute 5"),
-    ]
-    server, engine = make({2: 1, 3: 1, 4: 1, 5: 1}, resident=[0], staging=4, asynchronous=True)
-    step(server, [0, 2, 3, 4, 5])
-    assert engine.log[4:] == ["compute 0", "compute 2 3 4 5"]
 
 
 class Next(Predictor):
@@ -246,13 +199,11 @@ class KeepsNothing(ByNumber):
         return replace(super().prefetch, first_layer=True)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once(asynchronous):
+def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once():
     """DuoServe-MoE 5.3: prefetching starts after the first expert, even if all experts have arrived."""
     engine = Script({0: 0, 1: 0, 2: 0})
     server = make_server(STORE, 4 / 12, KeepsNothing(), low=0, engine=engine, predictor=Next())
     engine.listen(server.kernel)
-    server.kernel.asynchronous = asynchronous
     step(server, [0, 1, 2])
     assert engine.log == ["ask 0", "ask 1", "ask 2", "ahead 4", "compute 2", "ahead 5", "compute 0 1"]
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.executor.device_planned import check_device_planned, decode, device_planned_server, run_large_batch
 from tests.executor.steps import forward, make_server
-from tests.executor.test_host_syncs import OnDevice
 from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
+from tests.support.on_device import OnDevice
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS

@@ -3,13 +3,12 @@
 import random
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.errors import refused
-from tests.executor.steps import ByNumber, forward, kept_by, random_step, run, with_budget
+from tests.executor.steps import CPU, ByNumber, forward, kept_by, random_step, run, slow_reads, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.options import Options
 from vllm_dymoe.prefetch import Candidate, Predictor
@@ -48,7 +47,7 @@ class Adversary(Predictor):
 @pytest.mark.parametrize("budget", ["25%", "50%"])
 def test_naming_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor_demand(budget):
     def served(predictor):
-        server = with_budget(STORE, budget, ByNumber(staging=3), predictor=predictor, link_gbps=LINK, planning="host")
+        server = with_budget(STORE, budget, ByNumber(staging=3), predictor=predictor, engine=slow_reads(STORE, LINK))
         kept = []
         outputs = []
         for step in STEPS:
@@ -73,26 +72,20 @@ class Names(Predictor):
 
     nbytes = property(lambda self: self._nbytes)
 
-    def __init__(self, nbytes=0, later=False, log=None):
-        super().__init__(SimpleNamespace(answers_later=later))
+    def __init__(self, nbytes=0, log=None):
         self._nbytes, self._log = nbytes, log if log is not None else []
 
     def observe(self, routing):
         self._log.append(f"observe {routing.layer}")
-
-    def begin(self, layer):
-        assert self.answers_later
-        self._log.append(f"begin {layer}")
 
     def predict(self, layer):
         self._log.append(f"predict {layer}")
         return [Candidate(layer + 1, 0)] if layer + 1 < LAYERS else []
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
+def test_a_layer_is_observed_and_the_next_one_predicted_before_it_computes():
     log = []
-    server = with_budget(STORE, "100%", predictor=Names(later=later, log=log), link_gbps=LINK, planning="host")
+    server = with_budget(STORE, "100%", predictor=Names(log=log), engine=slow_reads(STORE, LINK))
     compute = server.kernel.compute
 
     def logged(*arguments):
@@ -104,14 +97,13 @@ def test_what_computes_on_a_side_stream_is_read_when_experts_compute(later):
     run(server, [(0, 0, 1)] * 3)
     assert 0 < server.stats().prediction_seconds < time.perf_counter() - begin
     server.engine.close()
-    first = log[: 1 + log.index("compute")]
-    assert first == ["observe 0", "begin 0" if later else "predict 0", "compute"]
+    assert log[: 1 + log.index("compute")] == ["observe 0", "predict 0", "compute"]
     assert log.count("predict 0") == 3, "once in each step, also where its experts are there"
 
 
 def test_its_memory_is_part_of_the_budget():
     def slots(nbytes, budget):
-        server = with_budget(STORE, budget, predictor=Names(nbytes), link_gbps=LINK, planning="host")
+        server = with_budget(STORE, budget, predictor=Names(nbytes), engine=slow_reads(STORE, LINK))
         stats = server.stats()
         assert stats.predictor_bytes == nbytes
         assert server.budget.reserved == server.kernel.workspace_bytes + nbytes + stats.slots["high"] * FORMAT.nbytes
@@ -127,10 +119,12 @@ def test_its_memory_is_part_of_the_budget():
 
 
 def test_training_and_what_it_makes_are_in_the_budget_from_the_start():
-    options = Options(high=4, low=2, group_size=32, expert_budget="50%", link_gbps=LINK, planning="host")
+    options = Options(high=4, low=2, group_size=32, expert_budget="50%")
     room = {"training_bytes": 3 * FORMAT.nbytes, "predictor_room": FORMAT.nbytes}
-    plain = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names())
-    server = ExpertServer(STORE, options, torch.device("cpu"), predictor=Names(), **room)
+    plain, server = (
+        ExpertServer(STORE, options, CPU, engine=slow_reads(STORE, LINK), predictor=Names(), **more)
+        for more in ({}, room)
+    )
     assert server.overhead == plain.overhead + 4 * FORMAT.nbytes
     assert server.slot_plan.slots == plain.slot_plan.slots, "a share counts experts"
     run(server, STEPS[:8])
@@ -161,7 +155,7 @@ def test_what_was_computed_to_warm_up_is_not_counted():
 
     def favourites(ids, warm):
         predictor = Popularity(LAYERS, STORE.experts.num_experts, decode_experts=2)
-        server = with_budget(STORE, "100%", ByNumber(staging=3), predictor=predictor, link_gbps=LINK, planning="host")
+        server = with_budget(STORE, "100%", ByNumber(staging=3), predictor=predictor, engine=slow_reads(STORE, LINK))
         for layer in range(LAYERS):
             if warm and layer in (0, 2):  # before a request, and between two requests
                 before = server.stats()
@@ -189,7 +183,7 @@ def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
             counts = server.host_planned.counts
             heard.append(counts.hits + counts.misses)
 
-    server = with_budget(STORE, budget, predictor=Hears(), link_gbps=LINK, planning="host")
+    server = with_budget(STORE, budget, predictor=Hears(), engine=slow_reads(STORE, LINK))
     x, weights, ids = random_step(0, 1, STORE.experts)
     for _ in range(3):  # from the second time on all are resident
         forward(server, 0, x, weights, ids)

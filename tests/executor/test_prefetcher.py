@@ -2,14 +2,13 @@
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.executor.steps import ByNumber, with_budget
+from tests.executor.steps import ByNumber, slow_reads, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.budget import SlotPlan
 from vllm_dymoe.cache.device_cache import DeviceCache, SlotPools, check_cache
@@ -57,6 +56,9 @@ class Link:
     def move(self, ticket, arrived, state):
         ticket.arrived, ticket.state = arrived, state
 
+    def fence(self):
+        return None
+
     def demand(self, ticket):
         ticket.reason = Reason.DEMAND
         self.demanded.append(ticket)
@@ -95,7 +97,7 @@ class Ahead:
             fetch.ticket.state = State.DONE
             if not fetch.complete:
                 self.fetcher.complete(fetch)
-            self.fetcher.release(fetch, None)
+            self.fetcher.release(fetch)
 
     def check(self, *held):
         waiting = [*self.prefetcher.ahead, *self.fetcher.orphaned, *held]
@@ -138,8 +140,7 @@ def test_experts_are_fetched_ahead_in_the_precision_that_their_layer_will_want(l
         Dymoe(retention=0.75, high_by="depth"),
         low=low,
         predictor=HostPredictions(1),
-        link_gbps=FORMAT.nbytes / 1e-3 / 1e9,
-        planning="host",
+        engine=slow_reads(store, FORMAT.nbytes / 1e-3 / 1e9),
     )
     server.host_planned.prefetcher.offer(2, candidates(0, 1, layer=3))
     server.host_planned.prefetcher.fill()
@@ -260,30 +261,19 @@ def test_cores_that_copy_have_no_idle_link():
 
 
 class Slow(Predictor):
-    """Predicts two experts after some seconds, one of them rightly; on a side stream it takes the seconds at the
-    start.
-    """
+    """Predicts two experts after some seconds, one of them rightly."""
 
-    def __init__(self, wait, seconds=0.0, later=False):
-        super().__init__(SimpleNamespace(answers_later=later))
-        self.wait, self.seconds, self.begun = wait, seconds, 0
-
-    def observe(self, routing):
-        pass
-
-    def begin(self, layer):
-        self.begun += 1
-        self.wait(self.seconds)
+    def __init__(self, wait, seconds=0.0):
+        self.wait, self.seconds, self.asked = wait, seconds, 0
 
     def predict(self, layer):
-        if not self.answers_later:
-            self.wait(self.seconds)
+        self.asked += 1
+        self.wait(self.seconds)
         return candidates(3, 4)
 
 
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("later", [False, True])
-def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(later, waits):
+def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(waits):
     """Unless the layer waits afterwards for the link, which was busy while the host predicted."""
     now = 0.0
 
@@ -295,18 +285,16 @@ def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_al
     prefetcher = ahead.prefetcher
     prefetcher.clock = lambda: now
     for phase, seconds in ((Phase.DECODE, 0.6), (Phase.PREFILL, 0.1)):
-        predictor = Slow(wait, seconds, later)
+        predictor = Slow(wait, seconds)
         for _ in range(40):
             prefetcher.look_ahead(0, phase, predictor)
-            prefetcher.answer()
             prefetcher.fill()
             ahead.engine.stats.exposed_wait_seconds += 0.01 * waits
             for ticket in ahead.engine.tickets:
                 ticket.state, ticket.arrived, ticket.moved_seconds = State.DONE, 3, 1.0
             ahead.give_back(prefetcher.claim(1, {3: Precision.HIGH}).values())
-        if later:
-            rare = phase is Phase.DECODE and not waits
-            assert predictor.begun == (29 if rare else 40), "what is not read is not begun"
+        rare = phase is Phase.DECODE and not waits
+        assert predictor.asked == (29 if rare else 40)
     assert prefetcher.intervals == {"prefill": 1, "decode": 1 if waits else 2}, "one second hidden for 0.6, and for 0.1"
 
 

@@ -185,10 +185,8 @@ class Ahead:
     def give_way(self, precision):
         return False
 
-    def answer(self):
+    def fill(self):
         pass
-
-    fill = answer
 
 
 @pytest.mark.parametrize(

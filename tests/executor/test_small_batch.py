@@ -14,18 +14,14 @@ from tests.executor.device_planned import (
     run_device_planned,
     store_of,
 )
-from tests.executor.steps import BUDGETS, CPU, STEPS, equal, forward, make_server, random_step, run
+from tests.executor.steps import BUDGETS, CPU, STEPS, ByNumber, equal, forward, make_server, random_step, run
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
-from vllm_dymoe.executor import disk_queue
-from vllm_dymoe.executor.device_planning import plans_on_device
-from vllm_dymoe.options import Options
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
-from vllm_dymoe.server import ExpertServer, Parts, expert_server
+from vllm_dymoe.server import Parts
 
-ON_INPUT = "the router's weights multiply the experts' inputs"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 HANDED_ON = Dymoe(retention=0.5, high_by="depth", reuse_high=False, skipped_weights="renormalize")
 POLICIES = {
@@ -163,37 +159,26 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
     assert addresses() == before
 
 
-def test_what_decides_is_checked(memory_store, monkeypatch):
-    options = Options(group_size=32, planning="device")
-    with refused(ON_INPUT, option="planning"):
-        ExpertServer(memory_store, options, CPU, obstacle=ON_INPUT)
-    parts = Parts(CPU)
-    parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
-    with refused("addresses", option="planning"):
-        ExpertServer(memory_store, options, CPU, parts=parts)
-    said = plans_on_device(Options(), Exact(), "cuda", obstacle=ON_INPUT)
-    assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
-    with monkeypatch.context() as without, refused("native library", option="planning"):
-        without.setattr(disk_queue.native, "load", lambda *_: None)
-        make_server(FaultyStore(memory_store), planning="device")
-    for planning in ("auto", "host"):
-        assert make_server(memory_store, planning=planning).small_batches is None
-    assert device_planned_server(memory_store).small_batches is not None
-
-
-def test_the_host_decides_where_the_kernels_cannot_and_says_why(memory_store, monkeypatch):
+def test_what_a_device_cannot_do_ends_the_start_with_a_sentence(memory_store, monkeypatch):
     class Unfit(Parts):
         def decode_kernel(self, kernel, experts, link_gbps=None):
             raise ValueError("a step needs more scratch")
 
-    options = {"group_size": 32, "expert_budget": "50%", "low": 2}
-    with refused("a step needs more scratch", option="planning"):
-        ExpertServer(memory_store, Options(planning="device", **options), CPU, parts=Unfit(CPU))
-    monkeypatch.setattr(expert_server, "plans_on_device", lambda *_, **__: (True, ""))  # the default on a GPU
-    server = ExpertServer(memory_store, Options(**options), CPU, parts=Unfit(CPU))
-    assert server.small_batches is None
-    assert server.host_plans_because == "a step needs more scratch"
-    assert equal(run(server, STEPS[:5]), run(make_server(memory_store), STEPS[:5]))
+    with refused("chooses precisions with Python code", option="policy"):
+        device_planned_server(memory_store, policy=ByNumber())
+    assert make_server(memory_store, policy=ByNumber()).small_batches is None, "a CPU runs Python"
+    parts = Parts(CPU)
+    parts.device_memory = SimpleNamespace(shares_addresses=lambda: False, ends_long_kernels=lambda: False)
+    with refused("unified addressing"):
+        device_planned_server(memory_store, parts=parts)
+    with refused("a step needs more scratch; serve it on a CPU"):
+        device_planned_server(memory_store, parts=Unfit(CPU))
+    monkeypatch.setattr("vllm_dymoe.kernels.native.load", lambda *_: None)
+    with refused("the native library was not built here; install vllm-dymoe again", option="host_store"):
+        device_planned_server(FaultyStore(memory_store))
+    with refused("the native library was not built here; leave the option out", option="misses"):
+        device_planned_server(memory_store, misses="compute")
+    assert device_planned_server(memory_store).small_batches is not None, "what is fetched from memory needs none"
 
 
 def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):

@@ -8,16 +8,17 @@ def plant(name):
 
 def _reused_slot():
     """Half of a fetched expert keeps the slot's previous bytes."""
-    from vllm_dymoe.cache.transfer.cuda import CudaStreams
+    from vllm_dymoe.executor.plain_kernels import PlainKernels
 
-    copy, written = CudaStreams.copy, set()
+    written = set()
 
-    def half(self, source, destination, **others):
+    def half(self, source, destination):
         kept = source.numel() // 2 if destination.data_ptr() in written else source.numel()
         written.add(destination.data_ptr())
-        return copy(self, source[:kept], destination[:kept], **others)
+        destination[:kept].copy_(source[:kept])
+        return destination
 
-    CudaStreams.copy = half
+    PlainKernels.fetch = half
 
 
 def _old_input():

@@ -3,9 +3,9 @@
     python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
 
 The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FILE receives the
-part's results; the times of "server, ..." and of prompts with device planning are the host's time per layer. Device
-numbers mean nothing. With `few` a model has few experts of true size: creating views of a thousand slots for each of
-twenty servers takes minutes, but the host's times are those for 128.
+part's results; the times of prompts are the host's time per layer. Device numbers mean nothing. With `few` a model has
+few experts of true size: creating views of a thousand slots for each of twenty servers takes minutes, but the host's
+times are those for 128.
 """
 
 import sys
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 MODE = host_card.put_in_place()
 
 import kernel_speeds  # noqa: E402
-from parts import decode, prompts, speeds, stack  # noqa: E402
+from parts import decode, prompts, speeds  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
@@ -64,12 +64,6 @@ def timed(method):
     return call
 
 
-def server(*arguments, **named):
-    made = MAKE(*arguments, **named)
-    made.host_planned.forward = timed(made.host_planned.forward)
-    return made
-
-
 torch.cuda.mem_get_info = lambda *device: (64 << 30, 80 << 30)
 JITFunction.run = lambda *arguments, **named: None
 for name in ("normal_", "uniform_", "mul_", "copy_"):
@@ -90,7 +84,6 @@ prompts.LARGE_STEPS, prompts.DECODE_STEPS = 2, 3
 LargeBatches.forward = timed(LargeBatches.forward)
 large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # replaces a launch
 speeds.same_bits = lambda one, other: True
-MAKE, stack.Stack.server = stack.Stack.server, server
 
 if __name__ == "__main__":
     recorder = OfTheHost(Path(sys.argv[2]))

@@ -16,9 +16,9 @@ import torch
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.device_cache import view_in_store
 from vllm_dymoe.executor import cpu_worker
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
+from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.experts.format import SliceKey
-from vllm_dymoe.kernels import Activation, native
+from vllm_dymoe.kernels import Activation, CpuKernel, native
 from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, collect_plain, post_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import MOST_PARTS
@@ -221,11 +221,11 @@ def plan_of(store, layer, ids):
 
 def computed_here(store, layer, x, ids):
     """Compute the rows of all pairs in this process."""
-    beside, out = CpuWorker(1, 0, 16), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
+    kernel, out = CpuKernel(threads=1), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
     grouped = group_by_expert(ids.numpy())
     plan = LayerPlan.of_experts(grouped, [view_in_store(store, layer, expert, (4,)) for expert in grouped.experts])
-    beside.begin(plan, x, out, Activation.SILU)()
-    beside.close()
+    kernel.begin(x, plan, out, Activation.SILU)
+    kernel.compute(range(len(grouped.experts)))
     return out
 
 

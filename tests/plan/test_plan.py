@@ -158,7 +158,7 @@ def test_everything_moved_takes_the_link_and_the_computation(skewed):
 
 def test_a_gpu_that_decides_waits_for_the_host_absent(skewed):
     gpu, costs = replace(DEVICE, decides=True), Costs(1e-3, 1e-4, 1e-5, 1e-6, 0.0)
-    alone, host = (predicted(options, "25%", skewed, gpu, costs=costs) for options in ({}, {"planning": "host"}))
+    alone, host = (predicted({}, "25%", skewed, card, costs=costs) for card in (gpu, DEVICE))
     assert alone.moved == pytest.approx(host.moved)
     assert 48 * 0.5e-3 < host.tpot - alone.tpot < 48 * (1e-3 + 8 * 1e-4)
     wide = made_up(ModelIdentity("m", "f", 48, 128, 8, 2048), 17)

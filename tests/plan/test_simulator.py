@@ -38,7 +38,7 @@ def experts(bits):
 
 
 def simulator(given, share=0.5, device=DEVICE, costs=None, **how):
-    options = Options(planning="host", **given)
+    options = Options(**given)
     packed = experts(tuple(options.stored_bits))
     whole = packed.formats[options.high].whole_nbytes
     limit = how.pop("limit", int(share * LAYERS * EXPERTS * whole))

@@ -10,7 +10,7 @@ from tests.cache.test_migration import STORES
 from tests.errors import refused
 from tests.executor.device_planned import decode, run_large_batch
 from tests.executor.steps import CPU as HERE
-from tests.executor.steps import random_step
+from tests.executor.steps import FAST, random_step
 from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
 from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.options import Options
@@ -32,7 +32,7 @@ def adaptive(store, places=4, *, fetches=False, on_device=False, link_gbps=None,
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute",
-        planning="device" if on_device else "auto", link_gbps=link_gbps,
+        link_gbps=link_gbps or (FAST if on_device else None),
     )  # fmt: skip
     if on_device:
         server = ExpertServer(store, options, HERE, policy=policy)

@@ -58,7 +58,7 @@ def test_dymoe_chooses_by_equations_2_to_5_and_fetches_the_top_t_ahead():
             named = list(range(active))
             assert policy.precision.precisions_ahead(layer, LAYERS, named) == dict.fromkeys(named[:t], Precision.HIGH)
     assert policy.precision.heavy_hitters == 0.2
-    assert not policy.needs_host
+    assert policy.precision.planned
 
 
 def test_with_lru_the_expert_goes_whose_last_use_is_longest_ago():

@@ -1,4 +1,4 @@
-"""The trained predictor step by step; test_side_stream.py tests it on a side stream."""
+"""The trained predictor step by step."""
 
 import pytest
 import torch

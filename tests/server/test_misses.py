@@ -64,7 +64,7 @@ def test_the_faster_way_is_taken_and_kept(seconds, faster, tmp_path):
     card, file = Card(seconds), tmp_path / "misses.json"
     server = card.choose(file)
     assert server.options.misses == faster
-    assert bool(server.cpu_execution.cpu_queue) == (faster == "share")
+    assert bool(server.cpu_execution.worker) == (faster == "share")
     costs = server.small_batches.table.cpu_costs
     assert bool(costs[2, Cost.FIRST_ROW]) == (faster == "share")
     assert ("shared" in card.said[0]) == (faster == "share")

@@ -46,8 +46,8 @@ def prompt_of(tokens):
     return PromptTokens(rows, torch.arange(tokens) % 3 == 0, mixed=False)
 
 
-@pytest.mark.parametrize("planning", ["host", "device"])
-def test_thresholds_begin_by_the_curves_of_a_store(planning, tmp_path):
+@pytest.mark.parametrize("link_gbps", [None, steps.FAST], ids=["host", "device"])
+def test_thresholds_begin_by_the_curves_of_a_store(link_gbps, tmp_path):
     prompts, tokens = (tuple(scale * (16 - part) / 16 for part in range(1, 17)) for scale in (2.0, 3.0))
     experts = make_experts(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
     writer = StoreWriter(tmp_path / "store", Manifest(replace(experts, curves=(prompts, tokens)), "gptq", "random"))
@@ -56,10 +56,10 @@ def test_thresholds_begin_by_the_curves_of_a_store(planning, tmp_path):
     store = HostCache(packer.finish(), whole_host_cache(experts))
     store.fill()
     options = {"retention": 0.5, "reuse_high": False}
-    server = steps.make_server(store, "50%", "dymoe", low=2, planning=planning, policy_options=options)
+    server = steps.make_server(store, "50%", "dymoe", low=2, link_gbps=link_gbps, policy_options=options)
     table, (of_prompts, of_tokens) = server.cache.table, server.policy.precision.thresholds
     assert [int(of_prompts[0]), int(of_tokens[0])] == [1 << 32, 3 << 31]
-    if planning == "device":
+    if link_gbps:
         table = server.cache.device_table.table
         assert [int(table.prompt_threshold[0]), int(table.threshold[0])] == [1 << 32, 3 << 31]
         return

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.errors import refused
-from tests.executor.device_planned import run_device_planned
-from tests.executor.steps import make_server, run
+from tests.executor.device_planned import run_on_card
+from tests.executor.steps import make_server
 from tests.small_model import make_experts
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.pages import map_bytes
@@ -34,12 +34,11 @@ def make_host_cache(folder, part):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("part", "planning"), [(1, "host"), (1, "device"), (0.4, "host")])
-def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, part, planning, depth):
+@pytest.mark.parametrize("part", [1, 0.4])
+def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, part, depth):
     host_cache = make_host_cache(folder, part)
-    server = make_server(host_cache, "50%", planning=planning, link_gbps=50.0)
-    ask = run_device_planned if planning == "device" else run
-    want, process = ask(server, STEPS), psutil.Process()
+    server = make_server(host_cache, "50%", link_gbps=50.0)
+    want, process = run_on_card(server, STEPS), psutil.Process()
     slots, there, before = server.cache.pools.values(), host_cache.slots.nbytes, process.memory_info().rss
     gone = sum(pool.nbytes for pool in slots) + there * (depth == 2)
     server.sleep(depth)
@@ -58,14 +57,14 @@ def test_memory_goes_at_its_level_and_the_bits_are_the_same_behind_it(folder, pa
     server.wake()
     server.wake()  # another part of vLLM's memory
     assert host_cache.slots.nbytes == there
-    assert all(map(torch.equal, ask(server, STEPS), want))
+    assert all(map(torch.equal, run_on_card(server, STEPS), want))
     assert not any(map(torch.any, elsewhere))
     server.close()
 
 
 def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, monkeypatch):
     server = make_server(make_host_cache(folder, 1), "50%", link_gbps=50.0)
-    want = run(server, STEPS)
+    want = run_on_card(server, STEPS)
     server.sleep(2)
     monkeypatch.setattr("vllm_dymoe.cache.host_slots.available_host_memory", lambda: 5)
     with pytest.raises(StoreError, match="5 bytes are free"):
@@ -76,5 +75,5 @@ def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, m
         server.wake()
     monkeypatch.undo()
     server.wake()
-    assert all(map(torch.equal, run(server, STEPS), want))
+    assert all(map(torch.equal, run_on_card(server, STEPS), want))
     server.close()

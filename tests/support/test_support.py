@@ -8,6 +8,7 @@ import torch
 from tests.support.deterministic_threads import DeadlockError, DeterministicThreads
 from tests.support.happens_before import History
 from tests.support.no_host import HostInStepError, NoHost
+from tests.support.on_device import OnDevice
 
 SEEDS = range(30)
 
@@ -169,3 +170,23 @@ def test_work_that_stays_on_the_device_passes():
 def test_what_waits_for_a_device_is_found(planted, sentence):
     with pytest.raises(HostInStepError, match=sentence), NoHost():
         planted(on_device())
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.sum().item(),
+        lambda t: bool(t.any()),
+        lambda t: t[t > 0],
+        lambda t: t.flatten().unique(),
+        lambda t: torch.unique_consecutive(t, return_counts=True),
+        lambda t: torch.bincount(t.flatten()),
+        lambda t: t.nonzero(),
+        lambda t: t.cpu(),
+    ],
+)
+def test_a_wait_would_be_noted(wait):
+    OnDevice.log = []
+    wait(torch.ones(2, 2, dtype=torch.int64).as_subclass(OnDevice) * 2)
+    assert len(OnDevice.log) >= 1

@@ -87,10 +87,6 @@ def test_the_first_line_says_what_is_active(store):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"policy": "firm", "link_gbps": 1.0, "planning": "host"},
-            "; policy firm; prefetch meeting of layers; high",
-        ),
         ({"policy": "firm", "link_gbps": 1.0}, "; policy firm; prefetch none in steps of up to 16 tokens, the next"),
         ({"policy": "layer-prefetch", "link_gbps": 1.0}, "prefetch all of the next layer in steps of up to 16 tokens"),
         (
@@ -98,8 +94,8 @@ def test_the_first_line_says_what_is_active(store):
             "; policy firm; prefetch none, because the cores that would copy experts also compute; high",
         ),
         (
-            {"policy": "duoserve", "link_gbps": 1.0, "planning": "host"},
-            "; policy duoserve; prefetch popularity, because no predictor was given; high",
+            {"policy": "duoserve", "link_gbps": 1.0},
+            "; policy duoserve; prefetch popularity, because no predictor was given in steps of up to 16 tokens, the",
         ),
         ({"policy_options": {"look_ahead": 0}}, "; prefetch none; high"),
     ],
@@ -110,7 +106,7 @@ def test_prefetch_is_announced(store, options, said):
 
 def test_what_decides_in_decode_is_said(memory_store):
     host, device = (
-        ExpertServer(memory_store, chosen(expert_budget="50%", planning=name), CPU) for name in ("host", "device")
+        ExpertServer(memory_store, chosen(expert_budget="50%", link_gbps=link), CPU) for link in (None, 1.0)
     )
     assert "decode is planned by the host; " in describe_server(host)
     assert "decode is planned by the device (" in describe_server(device)
@@ -118,7 +114,5 @@ def test_what_decides_in_decode_is_said(memory_store):
     assert of_each_kind in describe_server(device)
     assert "; each chunk of a prompt moves up to" in describe_server(device)
     assert "predictor" not in describe_server(host)
-    given = ExpertServer(memory_store, chosen(planning="host", predictor="file"), CPU, 10**9)  # whose cores would copy
+    given = ExpertServer(memory_store, chosen(predictor="file"), CPU, 10**9)  # whose cores would copy
     assert re.search(r"prefetch none[^;]*; predictor \S*file is not used", describe_server(given))
-    host.host_plans_because = "of a test"
-    assert "decode is planned by the host, because of a test; " in describe_server(host)

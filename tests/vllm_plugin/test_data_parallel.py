@@ -59,7 +59,7 @@ def run(rank, group, seed, tokens, rows, others, spoil=None):
     experts = rank.server.experts
     numbers = torch.full((EVERY,), -1, dtype=torch.int32)
     numbers[::2] = torch.arange(EVERY // 2, dtype=torch.int32)
-    layers = [RankLayer(f"layers.{n}", n, Activation.SILU, bounded_map(numbers), meets=True) for n in range(2)]
+    layers = [RankLayer(n, Activation.SILU, bounded_map(numbers), meets=True) for n in range(2)]
     given = step_of(seed, rows, experts)
     group.tokens, (group.x, group.weights, group.ids) = others[0], step_of(seed + 50, others[1], experts)
     if spoil is not None:

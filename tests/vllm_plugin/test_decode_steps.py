@@ -8,7 +8,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.executor.device_planned import device_planned_server
-from tests.executor.steps import forward, make_server, random_step
+from tests.executor.steps import forward, make_server, random_step, with_budget
 from tests.operations import Operations
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
@@ -31,7 +31,7 @@ from vllm_dymoe.vllm_plugin.failures import FailedStep
 from vllm_dymoe.vllm_plugin.observers import Observer
 from vllm_dymoe.vllm_plugin.step import RankLayer
 
-LAYERS = [RankLayer(f"layers.{number}", number, Activation.SILU, None) for number in range(2)]
+LAYERS = [RankLayer(number, Activation.SILU, None) for number in range(2)]
 
 
 class Listener(Observer):
@@ -188,7 +188,7 @@ class Passes:
         given = random_step(seed, rows, rank.server.experts)
         outputs = [rank.forward(layer, *given) for layer in LAYERS]
         rank.end_model(None, output, None)
-        draft = RankLayer("draft.0", 2, Activation.SILU, None)
+        draft = RankLayer(2, Activation.SILU, None)
         outputs.append(rank.forward(draft, *given))
         x, weights, ids = random_step(seed + 100, len(tokens), rank.server.experts)
         outputs.append(rank.forward(draft, x, weights, spoil(ids)))
@@ -271,7 +271,7 @@ def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
         weights, ids = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int32)
         local = None if expert_map is None else torch.empty(len(expert_map), dtype=torch.int64)
     with NoHost(), Operations() as operations:
-        out = capturing.forward(RankLayer("layers.1", 1, Activation.SILU, local), x, weights, ids)
+        out = capturing.forward(RankLayer(1, Activation.SILU, local), x, weights, ids)
     assert (out.shape, out.device.type) == (x.shape, "meta")
     return operations.names
 
@@ -328,6 +328,48 @@ def test_so_does_one_with_an_expert_that_cannot_be_read(memory_store, rows):
     store.action = lambda number, key: None
     assert not isinstance(step(2), FailedStep)
     server.close()
+
+
+class Traced(Observer):
+    """Keeps what a trace would record."""
+
+    needs_actions = True
+
+    def __init__(self):
+        self.heard = []
+
+    def see(self, routing):
+        self.heard.append([routing.layer, routing.global_ids.clone(), routing.weights.clone(), routing.actions.clone()])
+
+
+@pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])
+def test_a_trace_of_a_rank_with_some_of_the_experts_is_a_cpus(memory_store, rows, tmp_path):
+    """The router's own numbers of all experts, and what became of this rank's."""
+    numbers = bounded_map(torch.tensor([-1, 0, 1, -1, 2, 3, -1, 4, 5, -1], dtype=torch.int32))
+    layers = [replace(layer, expert_map=numbers) for layer in LAYERS]
+
+    def heard(server):
+        rank, traced = rank_of(server), Traced()
+        rank.observation.join(traced)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.rand(rows, len(numbers) - 3, generator=generator).topk(2).indices.int()
+            x, weights, _ = random_step(seed, rows, server.experts)
+            rank.begin_step(output := scheduled(*[1] * rows))
+            for layer in layers:
+                rank.forward(layer, x, weights, ids)
+            rank.end_model(None, output, None)
+            rank.end_step(None)
+        return traced.heard
+
+    given = {"policy": "exact", "low": 0, "trace": str(tmp_path)}
+    device, host = (heard(make(memory_store, "50%", **given)) for make in (device_planned_server, with_budget))
+    assert len(device) == len(host) == 12
+    for ours, theirs in zip(device, host, strict=True):
+        assert ours[0] == theirs[0]
+        assert all(map(torch.equal, ours[1:], theirs[1:]))
+    assert {*torch.cat([ids.flatten() for _, ids, *_ in device]).tolist()} == set(range(10))
+    assert len({*torch.cat([actions.flatten() for *_, actions in device]).tolist()}) > 2
 
 
 @pytest.mark.parametrize("rows", [3, SMALL_BATCH_ROWS + 4])

@@ -62,7 +62,7 @@ class Runner:
         if query > 1:
             dynamic = {"uses_dynamic_speculative_decoding": lambda: False}
             config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=query - 1, **dynamic)
-        settle_graphs(config, needs_no_host=True, complete=budget == "100%")
+        settle_graphs(config, complete=budget == "100%")
         assert settings.cudagraph_mode == getattr(
             CUDAGraphMode, "FULL_AND_PIECEWISE" if budget == "100%" else "FULL_DECODE_ONLY"
         )

@@ -11,9 +11,9 @@ from tests.e2e.replays import platform_with_graphs
 from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.vllm_plugin import prepare
-from vllm_dymoe.vllm_plugin.graphs import OPERATOR, leave_layers_out, settle_graphs
+from vllm_dymoe.vllm_plugin.graphs import OPERATOR, settle_graphs
 
-DEVICE = {"planning": "device", "host_store": "pinned"}
+INPUTS = {"trace": {"folder": "traces", "inputs": True}}  # which are recorded by host code
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,8 @@ def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):
     ],
     ids=lambda value: str(value)[:80],
 )
-def test_the_graphs_of_a_configuration(settings, asked, after, monkeypatch, said):
-    ours, plain = configured(monkeypatch, compilation_config=settings)
+def test_graphs_where_inputs_of_routers_are_recorded(settings, asked, after, monkeypatch, said):
+    ours, plain = configured(monkeypatch, dymoe=INPUTS, compilation_config=settings)
     assert plain.compilation_config.cudagraph_mode.name == asked
     lines = list(said)
     check(ours, plain, CUDAGraphMode[after])
@@ -79,11 +79,10 @@ def test_the_graphs_of_a_configuration(settings, asked, after, monkeypatch, said
     ],
     ids=lambda value: str(value)[:80],
 )
-def test_a_decode_step_is_one_graph_where_the_device_decides(settings, asked, after, drafted, monkeypatch, said):
+def test_a_decode_step_is_one_graph(settings, asked, after, drafted, monkeypatch, said):
     speculation = {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 3}
     ours, plain = configured(
         monkeypatch,
-        dymoe=DEVICE,
         compilation_config=dict(settings),
         **({"speculative_config": speculation} if drafted else {}),
     )
@@ -105,27 +104,16 @@ def test_a_decode_step_is_one_graph_where_the_device_decides(settings, asked, af
     assert max(sizes) > SMALL_BATCH_ROWS // query * query in sizes, "few rows find a small-batch step"
 
 
-def test_drafts_that_a_device_takes_off_and_drafts_too_long_are_left_to_the_host(monkeypatch, said):
+def test_drafts_that_a_device_takes_off_and_drafts_too_long_are_in_no_graph(monkeypatch, said):
     for method, drafted in (("ngram_gpu", 2), ("ngram", SMALL_BATCH_ROWS)):
         speculation = {"method": method, "num_speculative_tokens": drafted, "prompt_lookup_max": 3}
-        ours, _ = configured(monkeypatch, dymoe=DEVICE, speculative_config=speculation)
+        ours, _ = configured(monkeypatch, speculative_config=speculation)
         assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE
-
-
-def test_a_worker_whose_device_does_not_decide_leaves_layers_out(monkeypatch, said):
-    ours, _ = configured(monkeypatch, dymoe=DEVICE)
-    leave_layers_out(ours, "of a test")
-    assert ours.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE
-    assert said[-1] == (logging.WARNING, said[-1][1])
-    assert "of a test" in said[-1][1]
-    lines = len(said)
-    leave_layers_out(ours, "of a test")
-    assert len(said) == lines
 
 
 @pytest.mark.parametrize("asked", ["FULL", "FULL_DECODE_ONLY", "PIECEWISE"])
 def test_breakable_graphs_are_never_full(asked, monkeypatch, said):
-    ours, plain = configured(monkeypatch, breakable=True, compilation_config={"cudagraph_mode": asked})
+    ours, plain = configured(monkeypatch, breakable=True, dymoe=INPUTS, compilation_config={"cudagraph_mode": asked})
     assert plain.compilation_config.cudagraph_mode.name == asked
     assert len(said) == 1
     check(ours, plain, CUDAGraphMode.PIECEWISE, breakable=True)
@@ -148,13 +136,13 @@ def check(ours, plain, mode, *, breakable=False):
     assert sorted(set(sizes)) == settings.cudagraph_capture_sizes
     assert not dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
     before = settings.splitting_ops
-    settle_graphs(ours)  # a second time changes nothing
+    settle_graphs(ours, over_layers=False)  # a second time changes nothing
     assert settings.cudagraph_mode == mode
     assert settings.splitting_ops == before
 
 
 def test_a_model_that_is_cut_elsewhere_is_not_taken_from_the_compilation_cache(monkeypatch, said):
-    ours, _ = configured(monkeypatch)
+    ours, _ = configured(monkeypatch, dymoe=INPUTS)
     cut = ours.compute_hash()
     ours.compilation_config.splitting_ops = [name for name in ours.compilation_config.splitting_ops if name != OPERATOR]
     assert ours.compute_hash() != cut

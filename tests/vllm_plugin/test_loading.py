@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.errors import refused
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.cache.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import Projection, SliceKey
 from vllm_dymoe.kernels import Activation, Curve, Decode, Grouped
 from vllm_dymoe.options import ConfigError, Options
-from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.server.self_test import KernelChoice
 from vllm_dymoe.vllm_plugin import loading as loading_module
 from vllm_dymoe.vllm_plugin.loading import Loading
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, layer_numbers
@@ -93,13 +92,11 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
     assert layer_numbers(both) == (1, 4, 2, 5)
 
 
-@pytest.mark.parametrize(("on_input", "why"), [(False, ""), (True, "multiply the experts' inputs")])
-def test_models_whose_decode_steps_need_the_host(on_input, why):
-    model = Loading(CONFIG, Options(policy="on-demand"), None)
-    model.add_layer(SPEC)
-    model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))
-    assert why in model._obstacle
-    assert bool(model._obstacle) == bool(why)
+def test_a_device_refuses_weights_on_inputs():
+    model = Loading(CONFIG, Options(policy="on-demand", link_gbps=1.0), None)
+    model.add_layer(replace(SPEC, weights_on_input=True))
+    with refused("multiply the experts' inputs"):
+        model._server(SimpleNamespace(experts=EXPERTS), torch.device("cpu"), None, print)
 
 
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
@@ -136,56 +133,42 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 assert packed.bias.sum() == rows
 
 
-@pytest.mark.parametrize(
-    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", True), (True, "a draft", False)]
-)
-def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
+def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(monkeypatch, tmp_path):
     asked, ways = {}, (Decode.TENSOR_CORES, Grouped.PLAIN)
 
     def tested(experts, options, device, activations, **given):
         asked.update(given, device=device, activations=activations)
-        return KernelChoice("its kernels are wrong" if given["device_plans"] else "", *ways)
+        return ways
 
     monkeypatch.setattr(loading_module, "tested", tested)
-    model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
+    model = model_of({}, {"activation": Activation.GELU}, {})
     model._model.rates = tmp_path / "rates.json"
-    store = SimpleNamespace(experts=EXPERTS, readable=readable)
-    found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, *ways)
-    assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
+    assert model._tested(SimpleNamespace(experts=EXPERTS), torch.device("cuda")) == ways
+    assert asked["device"].type == "cuda"
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
 
 
 @pytest.mark.parametrize(
-    ("fastest", "wrong_device", "chosen", "rounds"),
+    ("fastest", "chosen", "rounds"),
     [
-        (((2, 1), (2, 1)), (), KernelChoice("", Decode.DEPENDENT, Grouped.IN_REGISTERS), 1),
-        (((2, 1), (1, 1)), (), KernelChoice("", Decode.TENSOR_CORES, Grouped.IN_REGISTERS), 2),
-        (((1, 0), (2, 1)), (), KernelChoice("", Decode.TENSOR_CORES, Grouped.PLAIN), 2),
-        (((2, 1), (2, 1)), (1,), KernelChoice("wrong", Decode.DEPENDENT, Grouped.IN_REGISTERS), 2),
-        (((2, 0), (0, 0)), (0,), KernelChoice("wrong", Decode.PLAIN, Grouped.PLAIN), 2),
+        (((2, 1), (2, 1)), (Decode.DEPENDENT, Grouped.IN_REGISTERS), 1),
+        (((2, 1), (1, 1)), (Decode.TENSOR_CORES, Grouped.IN_REGISTERS), 2),
+        (((1, 0), (2, 1)), (Decode.TENSOR_CORES, Grouped.PLAIN), 2),
+        (((2, 0), (0, 0)), (Decode.PLAIN, Grouped.PLAIN), 2),
     ],
 )
-def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
-    fastest, wrong_device, chosen, rounds, monkeypatch, tmp_path
-):
+def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(fastest, chosen, rounds, monkeypatch):
     asked = []
 
-    def tested(kind, options, device, activations, *, device_plans, kept, say, at_most):
-        asked.append((kind, device_plans, at_most))
-        obstacle = "wrong" if device_plans and kind in wrong_device else ""
+    def tested(kind, options, device, activations, *, kept, say, at_most):
+        asked.append((kind, at_most))
         decode, grouped = fastest[kind]
-        return KernelChoice(obstacle, min(at_most[0], Decode(decode)), min(at_most[1], Grouped(grouped)))
+        return min(at_most[0], Decode(decode)), min(at_most[1], Grouped(grouped))
 
     monkeypatch.setattr(loading_module, "tested", tested)
-    model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     experts = SimpleNamespace(of_kinds=(0, 1), of_kind=lambda kind: kind)
-    store = SimpleNamespace(experts=experts, readable=True)
-    assert model._tested(store, options, torch.device("cuda"), make_policy(options), "") == chosen
+    model = model_of({}, {"activation": Activation.GELU}, {})
+    assert model._tested(SimpleNamespace(experts=experts), torch.device("cuda")) == chosen
     assert len(asked) == 2 * rounds
-    by_device = not chosen.obstacle
-    assert {(planned, at_most) for _, planned, at_most in asked[-2:]} <= {
-        (by_device, (chosen.decode, chosen.grouped)),
-        (True, (max(Decode), max(Grouped))),
-    }
+    assert {at_most for _, at_most in asked[-2:]} == {chosen if rounds > 1 else (max(Decode), max(Grouped))}

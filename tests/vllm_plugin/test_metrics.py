@@ -29,7 +29,6 @@ SOME = {
     "choices": {"high": 0, "low": 0},
     "moves": {"published": 0, "late": 0, "failed": 0},
 }
-SOME["host_predictions"] = dict.fromkeys(("made", "useful", "dropped"), 0)
 STATS = ServerStats(**dict.fromkeys((field.name for field in fields(ServerStats)), 0) | SOME)
 
 

@@ -26,7 +26,7 @@ from vllm_dymoe.vllm_plugin.patches import apply_patches
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 from vllm_dymoe.vllm_plugin.step import RankLayer, RunningStep
 
-LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
+LAYER = RankLayer(0, Activation.SILU, None)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_rows_behind_a_steps_tokens_are_padding():
 class Server:
     """The part of a server, and of its helpers, that a rank uses; its layers return their input."""
 
-    experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
+    experts = SimpleNamespace(layers=(0,), num_experts=64)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
     small_batches, ranks_add_up = None, False
 

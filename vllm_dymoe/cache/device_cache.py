@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -90,10 +90,6 @@ class SlotPools(dict[Precision, SlotPool]):
                 option="expert_budget",
             ) from error
         return SlotPool(fmt, [arena], reserved)
-
-    def fence(self, filled: Any) -> None:
-        for pool in self.values():
-            pool.fence(filled)
 
     @property
     def available(self) -> int:

@@ -8,7 +8,7 @@ until it ends.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from vllm_dymoe.cache.slots import Slot, SlotPool
 from vllm_dymoe.cache.transfer import Reason, TransferEngine
@@ -102,11 +102,12 @@ class Fetch:
 class Fetcher(Generic[Cache]):
     """Fetches one rank's experts into slots.
 
-    With ``overlaps`` a copy waits only for its slot's last reader, otherwise for all computation.
+    A copy to a device waits for all computation so far, because nobody records which kernel reads a slot last; a copy
+    into host memory waits for the last copy out of its slot.
     """
 
-    def __init__(self, cache: Cache, engine: TransferEngine, *, overlaps: bool = True) -> None:
-        self.cache, self.engine, self._overlaps = cache, engine, overlaps
+    def __init__(self, cache: Cache, engine: TransferEngine) -> None:
+        self.cache, self.engine = cache, engine
         self.orphaned: list[Fetch] = []  # given up in flight, so their slots may still be written
 
     def start(
@@ -128,7 +129,8 @@ class Fetcher(Generic[Cache]):
         if slot is None:
             return None
         key = SliceKey(layer, expert, self.cache.bits[precision])
-        after = slot.last_read if self._overlaps else self.engine.fence()
+        computed = self.engine.fence()
+        after = slot.last_read if computed is None else computed
         ticket = self.engine.submit(key, slot.packed, reason, after, projections)
         return Fetch(layer, expert, precision, slot, kept, ticket)
 
@@ -154,13 +156,8 @@ class Fetcher(Generic[Cache]):
         if fetch.kept:
             self._publish(fetch)
 
-    def release(self, fetch: Fetch, last_read: Any) -> None:
-        """Free the slot of a used expert unless it is kept.
-
-        A copy into it waits for ``last_read``.
-        """
-        if last_read is not None:
-            fetch.slot.last_read = last_read
+    def release(self, fetch: Fetch) -> None:
+        """Free the slot of a used expert unless it is kept."""
         if not fetch.kept:
             self._free(fetch)
 

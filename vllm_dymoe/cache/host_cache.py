@@ -3,12 +3,12 @@
 It lies between the disk and a device with its own memory. If all slices fit, they are read at start and stay. Otherwise
 the planner's rule decides what stays, with a table of the tier's own that counts the device's misses as uses: experts
 that the device keeps lose score here and make room for others. Reads are tickets of a transfer engine of the tier's
-own, as many at once as suits the disk. A prediction takes a staging slot, and is dropped when anything is in demand.
+own, as many at once as suits the disk.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
-from vllm_dymoe.cache.transfer.ticket import Reason, State, Ticket, TransferError
+from vllm_dymoe.cache.transfer.ticket import Ticket, TransferError
 from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
@@ -127,26 +127,7 @@ class HostCache(HostStore):
         with self._changed:
             self._expected = set(keys)
             self.slots.collect()
-            self.slots.forget_predictions(layer)
             self.slots.expect(layer, keys)
-
-    def prefetch(self, keys: Iterable[SliceKey]) -> None:
-        """Read predicted slices of later layers into idle slots, best first.
-
-        Nothing is read while anything is in demand.
-        """
-        with self._changed:
-            self.slots.collect()
-            for key in keys:
-                if key not in self.slots.held and not self.slots.begin(key, Reason.PREFETCH):
-                    return
-
-    def has(self, key: SliceKey) -> bool:
-        """Return whether a slice is in memory, so that nothing waits for a disk."""
-        with self._changed:
-            self.slots.collect()
-            held = self.slots.held.get(key)
-            return held is not None and held.complete
 
     def keeps(self, key: SliceKey) -> bool:
         """Return whether a layer keeps a slice where a device can read it.
@@ -166,24 +147,19 @@ class HostCache(HostStore):
             self._leave(held)
 
     def _arrive(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
-        while True:
-            held = self._use(key, wait, first)
-            first = False
-            ticket = held.ticket
-            if held.complete:
-                return held
-            try:
-                if not wait and not self.engine.arrived(ticket):
-                    raise BlockingIOError("the read would have to wait for a disk")
-                self.engine.wait(ticket)
-            except BaseException as error:
-                self._leave(held)
-                if not isinstance(error, TransferError):
-                    raise
-                if ticket.state is not State.CANCELLED:  # a prediction that was dropped just now is requested again
-                    raise StoreError(str(error)) from error
-            else:
-                return held
+        held = self._use(key, wait, first)
+        if held.complete:
+            return held
+        try:
+            if not wait and not self.engine.arrived(held.ticket):
+                raise BlockingIOError("the read would have to wait for a disk")
+            self.engine.wait(held.ticket)
+        except BaseException as error:
+            self._leave(held)
+            if isinstance(error, TransferError):
+                raise StoreError(str(error)) from error
+            raise
+        return held
 
     def _use(self, key: SliceKey, wait: bool, first: bool) -> Fetch:
         with self._changed:

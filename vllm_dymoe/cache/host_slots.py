@@ -7,7 +7,7 @@ least recently used first, and may still be admitted until then.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,21 +29,11 @@ _FEWEST = 2  # fewest staging slots
 
 
 @dataclass
-class HostPredictions:
-    """Counts of slices to read ahead: all, needed, and dropped for demand."""
-
-    made: int = 0
-    useful: int = 0
-    dropped: int = 0
-
-
-@dataclass
 class HostCacheCounts:
     """Outcomes of the device's misses."""
 
-    hits: int = 0  # slices that were in host memory, or predicted and in flight
+    hits: int = 0  # slices that were in host memory
     misses: int = 0  # slices that had to be read
-    predictions: HostPredictions = field(default_factory=HostPredictions)
 
 
 class HostSlots:
@@ -59,7 +49,6 @@ class HostSlots:
         held: slices in slots, or in flight.
         passing: those of ``held`` that no layer keeps, the last used at the end.
         coming: those of ``held`` that are still being read.
-        predicted: those of ``held`` that were read ahead for a layer that has not run yet.
         leaving: slices no longer held that are still being copied out of their slots.
     """
 
@@ -77,7 +66,6 @@ class HostSlots:
         self.held: dict[SliceKey, Fetch] = {}
         self.passing: OrderedDict[SliceKey, Fetch] = OrderedDict()
         self.coming: set[SliceKey] = set()
-        self.predicted: set[SliceKey] = set()
         self.leaving: list[Fetch] = []
         self.refused: str | None = None
         least = smallest_host_cache(experts)
@@ -187,8 +175,6 @@ class HostSlots:
 
         Starts to read those that are not in memory.
         """
-        if any(key not in self.held for key in keys):
-            self._drop_predictions(keys)
         for bits, fetcher in self.fetchers.items():
             asked, table = sorted(key.expert for key in keys if key.bits == bits), fetcher.cache.table
             if not asked:
@@ -200,32 +186,25 @@ class HostSlots:
                 fetch = self.held.get(key)
                 self.counts.hits += fetch is not None
                 self.counts.misses += fetch is None
-                if fetch is not None and not fetch.complete and fetch.ticket.reason is Reason.PREFETCH:
-                    self._engine.demand(fetch.ticket)
-                self.counts.predictions.useful += key in self.predicted
-                self.predicted.discard(key)
                 if place == HIT:
                     continue
                 if place >= 0:
                     self._drop(SliceKey(layer, place, bits))
-                if fetch is None and not self.begin(key, Reason.DEMAND):
+                if fetch is None and not self._begin(key):
                     continue
                 if place != STREAM and key in self.passing:
                     fetcher.keep(self.passing.pop(key))
 
-    def begin(self, key: SliceKey, reason: Reason) -> bool:
+    def _begin(self, key: SliceKey) -> bool:
         """Start to read a slice, if there is a slot for it; return whether there is."""
-        ahead, start = reason is Reason.PREFETCH, self.fetchers[key.bits].start
-        fetch = start(key.layer, key.expert, Precision.HIGH, reason)
-        if fetch is None and self._reclaim(key, predictions=not ahead):
-            fetch = start(key.layer, key.expert, Precision.HIGH, reason)
+        start = self.fetchers[key.bits].start
+        fetch = start(key.layer, key.expert, Precision.HIGH, Reason.DEMAND)
+        if fetch is None and self._reclaim(key):
+            fetch = start(key.layer, key.expert, Precision.HIGH, Reason.DEMAND)
         if fetch is None:
             return False
         self.held[key] = self.passing[key] = fetch
         self.coming.add(key)
-        if ahead:
-            self.counts.predictions.made += 1
-            self.predicted.add(key)
         return True
 
     def use(self, key: SliceKey) -> bool:
@@ -233,7 +212,7 @@ class HostSlots:
 
         Returns whether there is a slot for it.
         """
-        if key not in self.held and not self.begin(key, Reason.DEMAND):
+        if key not in self.held and not self._begin(key):
             return False
         self.held[key].slot.readers += 1
         if key in self.passing:
@@ -251,10 +230,6 @@ class HostSlots:
     def stuck(self) -> bool:
         """Whether slots can only come back from reads that were given up."""
         return not self.coming and not any(fetch.slot.readers for fetch in (*self.held.values(), *self.leaving))
-
-    def forget_predictions(self, layer: int) -> None:
-        """Mark the predictions for a layer as outdated, because it has run."""
-        self.predicted = {key for key in self.predicted if key.layer != layer}
 
     def collect(self) -> None:
         """Collect reads that have ended, and slots that are free again."""
@@ -275,27 +250,19 @@ class HostSlots:
             self._drop(key)
         return all([fetcher.settle_all() for fetcher in self.fetchers.values()]) and not self.leaving
 
-    def _reclaim(self, wanted: SliceKey, *, predictions: bool) -> bool:
+    def _reclaim(self, wanted: SliceKey) -> bool:
         """Free a slot for a wanted slice; return whether there is one.
 
-        Drops the least recently used slice that no layer keeps. Predicted slices are dropped only with ``predictions``:
-        one prediction does not evict another.
+        Drops the least recently used slice that no layer keeps.
         """
         kinds = self._experts.kinds
         for key, fetch in self.passing.items():
             idle = fetch.complete and not fetch.slot.readers
             fits = key.bits == wanted.bits and kinds[key.layer] == kinds[wanted.layer]
-            if fits and idle and (predictions or key not in self.predicted):
+            if fits and idle:
                 self._drop(key)
                 return True
         return False
-
-    def _drop_predictions(self, wanted: list[SliceKey]) -> None:
-        for key in [key for key in self.coming if key not in wanted]:
-            ticket = self._ticket(key)
-            if ticket.reason is Reason.PREFETCH and not self.held[key].slot.readers:
-                self.counts.predictions.dropped += self._engine.cancel(ticket)
-        self.collect()
 
     def _complete(self, key: SliceKey) -> None:
         """Write the row of a complete slice.
@@ -315,7 +282,6 @@ class HostSlots:
         fetch = self.held.pop(key)
         self.passing.pop(key, None)
         self.coming.discard(key)
-        self.predicted.discard(key)
         fetcher = self.fetchers[key.bits]
         if fetch.kept and fetch.complete:
             fetcher.cache.table.remove(key.layer, key.expert)
@@ -338,7 +304,7 @@ class HostSlots:
                 if slot.last_read is not None:
                     slot.last_read.synchronize()
             pool.close()
-        for of in (self.fetchers, self.held, self.passing, self.coming, self.predicted, self.leaving):
+        for of in (self.fetchers, self.held, self.passing, self.coming, self.leaving):
             of.clear()
 
     def check_integrity(self) -> None:

@@ -176,15 +176,6 @@ class SlotPool:
         """Slots that layers may keep and do not use yet."""
         return sum(self._reserved)
 
-    def fence(self, filled: Any) -> None:
-        """Make the first copy into each slot wait for an event.
-
-        The event is after the pool's allocation. The memory may have been another tensor's, which kernels still read,
-        and the kernel that clears it may not have run.
-        """
-        for slot in self.slots:
-            slot.last_read = filled
-
     def take(self, *, kept: bool, kind: int = 0) -> Slot | None:
         """Return a free slot for a kind of layers, or None.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer import TransferEngine
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker, cpu_worker_threads, longest_wait, spins
+from vllm_dymoe.executor.cpu_worker import CpuQueue, cpu_worker_threads, longest_wait, spins
 from vllm_dymoe.executor.rates import Rates, costs, measure, measure_or_load
 from vllm_dymoe.experts.format import ExpertFormat
 from vllm_dymoe.options import ConfigError, Options
@@ -25,36 +25,33 @@ class CpuExecution:
     """CPU execution of one rank's misses.
 
     Args:
-        on_device: the device plans.
         lock: pins memory for the device; returns the reason why that failed, or None.
         on_late: called with a message if the CPU has not answered the device in time.
         kept: file that stores the rates between starts; None to measure them every time.
         ends_long_kernels: the device has a display watchdog, so the wait for an answer must end before it.
 
     Attributes:
-        worker: a CpuQueue for device-side plans, a CpuWorker for host-side plans; None without a device that computes
-            concurrently.
+        worker: computes concurrently with a device; None without a device, or if all misses are fetched.
         rates: of link and CPU, if misses are shared between them.
 
     Raises:
-        ConfigError: memory for a CPU queue is not available.
+        ConfigError: there is no memory for the queue, or no native library.
     """
 
     def __init__(
         self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
         lock: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
-        *, on_device: bool, ends_long_kernels: bool = False,
+        *, ends_long_kernels: bool = False,
     ) -> None:  # fmt: skip
         experts = store.experts
         self._options, self._experts, self._device = options, experts, device
-        self.worker: CpuQueue | CpuWorker | None = None
+        self.worker: CpuQueue | None = None
         self.rates: Rates | None = None
         if not options.computes_misses:
             return
-        waits = ends_long_kernels and on_device  # then a kernel waits, not a thread
-        timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=waits)
-        how = cpu_worker_threads(device.type), timeout, options.activations
-        if on_device:
+        if not options.plain_cpu(device.type):
+            timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=ends_long_kernels)
+            how = cpu_worker_threads(device.type), timeout, options.activations
             try:
                 self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, spins=spins(device.type))
             except (OSError, ValueError) as error:
@@ -62,13 +59,7 @@ class CpuExecution:
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',
                     option="misses",
                 ) from error
-        elif device.type != "cpu" or options.link_gbps is not None:
-            self.worker = CpuWorker(*how)
         self.rates = self._measured(store, engine, kept)
-
-    @property
-    def cpu_queue(self) -> CpuQueue | None:
-        return self.worker if isinstance(self.worker, CpuQueue) else None
 
     def _measured(self, store: HostStore, engine: TransferEngine, kept: Path | None) -> Rates | None:
         """Return the rates by which misses are shared; None if they are not shared.

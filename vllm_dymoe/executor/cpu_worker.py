@@ -1,17 +1,12 @@
-"""CPU workers: threads that execute misses while the device computes the rest.
+"""The CPU worker: threads that execute misses while the device computes the rest.
 
-Device-side plans post misses to a queue in memory that both device and host map (``kernels.cpu_queue``); a native
-thread, which does not hold the interpreter lock, answers them. Host-side plans hand misses to a Python thread while
-the link transfers others.
+Plans post misses to a queue in memory that both device and host map (``kernels.cpu_queue``); a native thread, which
+does not hold the interpreter lock, answers them.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as LateError
-from dataclasses import replace
 from statistics import median
 from typing import cast
 
@@ -19,15 +14,13 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.cache.pages import map_bytes
-from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.experts.format import ModelExperts
-from vllm_dymoe.kernels import Activation, CpuKernel
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.cpu import Forms
 from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, native_library
 from vllm_dymoe.kernels.native import Layer, set_activation
 from vllm_dymoe.planner.large_batch import MOST_PARTS
-from vllm_dymoe.planner.plan import LayerPlan
 
 _LOOKS = 16  # checks of the watchdog within one timeout
 _TRIPS = 256  # number of round trips, of which the median counts
@@ -75,34 +68,16 @@ def longest_wait(timeout: float, *, ends_long_kernels: bool) -> float:
     return min(timeout or WATCHDOG_S, WATCHDOG_S) if ends_long_kernels else timeout
 
 
-def _late(what: str, timeout: float) -> str:
+def _late(layer: int, experts: int, timeout: float) -> str:
     return (
-        f"the CPU has not computed {what} within {timeout:g} seconds (transfer_timeout_s, and at most {WATCHDOG_S:g} "
-        "where a display watchdog ends long kernels); free CPU cores, or raise transfer_timeout_s. From "
-        "now on all misses are fetched."
+        f"the CPU has not computed {experts} experts of layer {layer} within {timeout:g} seconds (transfer_timeout_s, "
+        f"and at most {WATCHDOG_S:g} where a display watchdog ends long kernels); free CPU cores, or raise "
+        "transfer_timeout_s. From now on all misses are fetched."
     )
 
 
-def _round_trip(ask: Callable[[], object], pause: float = 0.0) -> float:
-    """Return the median seconds of an empty round trip.
-
-    Args:
-        ask: makes one round trip.
-        pause: seconds for which the caller is busy before each.
-    """
-    times = []
-    for _ in range(_TRIPS):
-        until = time.perf_counter() + pause
-        while time.perf_counter() < until:
-            pass
-        begun = time.perf_counter()
-        ask()
-        times.append(time.perf_counter() - begun)
-    return median(times)
-
-
 class CpuQueue:
-    """The CPU worker of device-side plans.
+    """The CPU worker of a device.
 
     It is a queue that device and host map, a thread that answers, and a watchdog.
 
@@ -180,23 +155,25 @@ class CpuQueue:
         The device's own access is not included. Before each round trip the caller is busy for ``pause`` seconds, as a
         device is between two layers.
         """
-        queue, library, numbers = self.queue, self._library, itertools.count(1)
+        queue, library, times = self.queue, self._library, list[float]()
         arguments = queue.address, Layer(), (), queue.shape.tokens, self._spin_ns
         poller = threading.Thread(target=library.answer, args=arguments, daemon=True)
         poller.start()
 
-        def ask() -> None:
-            number = next(numbers)
+        for number in range(1, 1 + _TRIPS):
+            until = time.perf_counter() + pause
+            while time.perf_counter() < until:
+                pass
+            begun = time.perf_counter()
             queue.entry(number).header[:4] = torch.tensor([number, 0, 0, 0])
             library.post(queue.address, number)
             library.wait(queue.address, number)
-
-        took = _round_trip(ask, pause)
+            times.append(time.perf_counter() - begun)
         queue.control.stop = 1
         poller.join()
         queue.memory.zero_()
         self.queue = QueueMemory(queue.shape, queue.memory)
-        return took
+        return median(times)
 
     def close(self) -> None:
         """Stop both threads; no step may be running."""
@@ -235,58 +212,5 @@ class CpuQueue:
                 seen, since = answered, now
             elif self.failed or now - since >= self._timeout:
                 header, self.failed = self.queue.entry(answered // 2 + 1).header, True
-                self._on_failure(_late(f"{int(header[3])} experts of layer {int(header[1])}", self._timeout))
+                self._on_failure(_late(int(header[1]), int(header[3]), self._timeout))
                 self._library.give_up(self.queue.address)
-
-
-class CpuWorker:
-    """The CPU worker of host-side plans.
-
-    One thread executes misses on the CPU's cores. If a layer takes longer than ``timeout`` seconds (0: no limit), the
-    worker has ``failed``, and every miss is fetched from then on.
-    """
-
-    def __init__(self, threads: int, timeout: float, activations: int) -> None:
-        self.threads, self.activations, self._timeout = threads, activations, timeout or None
-        self._kernel = CpuKernel(threads=threads, activations=activations)
-        self._thread, self.failed = ThreadPoolExecutor(1, "dymoe computes"), False
-
-    def begin(self, plan: LayerPlan, x: Tensor, out: Tensor, activation: Activation) -> Callable[[], None]:
-        """Start to compute a plan's items; return a function that waits for them.
-
-        Args:
-            plan: host-planned; every item has a place in host memory.
-            x: the step's input, on the device.
-            out: [tokens * top_k, hidden] on the device; the returned function writes the rows into it, or raises
-                TransferError after the timeout.
-        """
-        pairs, rows, inputs = plan.pairs, out, x
-        if not x.is_cpu:  # copy only the rows that are computed, in both directions
-            used, inverse = plan.rows.unique(return_inverse=True)
-            inputs = x[used.to(x.device)].cpu()
-            rows = torch.empty(len(pairs), x.shape[1], dtype=x.dtype, device="cpu")
-            plan = replace(plan, rows=inverse, pairs=torch.arange(len(pairs)))
-        future = self._thread.submit(self._compute, inputs, plan, rows, activation)
-
-        def wait() -> None:
-            try:
-                future.result(self._timeout)
-            except LateError:
-                self.failed = True
-                raise TransferError(_late("a layer's experts", self._timeout or 0.0)) from None
-            if rows is not out:
-                out[pairs.to(out.device)] = rows.to(out.device)
-
-        return wait
-
-    def round_trip(self) -> float:
-        """Return the median seconds of an empty round trip."""
-        return _round_trip(lambda: self._thread.submit(time.perf_counter).result())
-
-    def _compute(self, x: Tensor, plan: LayerPlan, rows: Tensor, activation: Activation) -> None:
-        self._kernel.begin(x, plan, rows, activation)
-        self._kernel.compute(range(len(plan.views)))
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown()

@@ -21,22 +21,10 @@ from vllm_dymoe.cache.pages import map_bytes
 from vllm_dymoe.cache.store import HostStore, StoreError
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.experts.format import SliceKey
-from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.cpu_queue import Ask, QueueMemory, QueueShape, native_library
 from vllm_dymoe.planner.rule import HIGH, LOW
 
 _DEPTH = 4  # a step waits for each answer before it posts again
-
-
-def unreadable(store: HostStore) -> str:
-    """Return why a device cannot have what its plans miss; empty if it can.
-
-    The reason is worded to follow "because". A device reads the store by itself, or a thread brings everything that a
-    layer misses to where the device can read it.
-    """
-    if store.readable or native.load() is not None:
-        return ""
-    return "experts from disk reach device-planned steps through the native library, which was not built here"
 
 
 class DiskQueue:
@@ -55,6 +43,7 @@ class DiskQueue:
 
     Raises:
         OSError: the memory cannot be allocated or pinned.
+        ValueError: there is no native library.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""The forward of one MoE layer in a host-planned step.
+"""One rank's layers: what happens between two steps, and a layer's forward on a CPU.
 
-It chooses precisions, plans, computes, and adds the outputs. They are added in the router's order at the end, so that
-neither residency nor timing changes a bit (invariant 1).
+On a CPU one native call runs a layer (``cpu_executor``). It is planned here only if an expert has to come from disk, or
+without the native library: precisions are chosen, experts are computed as they arrive, and their outputs are added in
+the router's order at the end, so that neither residency nor timing changes a bit (invariant 1).
 """
 
 import contextlib
@@ -16,15 +17,11 @@ from vllm_dymoe.cache.counters import PrefetchStats, ResidencyCounts
 from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.device_table import DeviceWaits
 from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
-from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import Agree, Migration
-from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store.disk import DiskCounts
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
-from vllm_dymoe.executor.cpu_worker import CpuWorker
 from vllm_dymoe.executor.prefetcher import Prefetcher
-from vllm_dymoe.executor.read_ahead import ReadAhead, expect
 from vllm_dymoe.executor.streamed_layer import LayerStep
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.planner.constants import Action
@@ -50,26 +47,25 @@ class StepCounts:
 
 
 class HostPlannedLayers:
-    """One rank's layers in host-planned steps.
+    """One rank's layers.
 
     An object is for one allocation of slots and one policy. A resize or a change of policy builds a new one, which
     continues the counts of the old one.
 
     Args:
         fetcher: brings experts into the cache's slots.
+        kernel: computes on a CPU; a device's is not used here.
         policy: chooses precisions.
         bits: bits of each precision; 0 for one that is skipped.
-        predictor: predicts experts of later layers; None if predictions are not used.
+        predictor: predicts experts of later layers; None if the host uses no predictions.
         counts: statistics that outlive this object.
-        executes_on_cpu: compute some misses from host memory, as the table's costs say.
-        cpu: runs layers whose experts are in memory, on a CPU; None with a device.
-        cpu_worker: computes misses while a device computes; None on a CPU.
+        executes_in_place: compute misses where they are in host memory, as the table's costs say.
+        cpu: runs layers whose experts are in memory; None with a device, and without the native library.
         migration: moves versions between steps; None if steps fetch what they need.
-        host_cache: the host-memory tier above a disk; None without one.
         records_actions: write each expert's action into ``Routing.actions``.
         agree: exchanges values with ranks that have other parts of the same experts.
-        device_waits: what device-planned steps have waited for the link, and the thresholds on the device that follow
-            it; None where there are no such steps.
+        device_waits: what a device's steps have waited for the link, and the thresholds there that follow it; None
+            without a device.
     """
 
     def __init__(
@@ -81,11 +77,9 @@ class HostPlannedLayers:
         predictor: Measured | None,
         counts: StepCounts,
         *,
-        executes_on_cpu: bool = False,
+        executes_in_place: bool = False,
         cpu: CpuExecutor | None = None,
-        cpu_worker: CpuWorker | None = None,
         migration: Migration | None = None,
-        host_cache: HostCache | None = None,
         records_actions: bool = False,
         agree: Agree = list,
         device_waits: DeviceWaits | None = None,
@@ -93,8 +87,8 @@ class HostPlannedLayers:
         self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
         self.policy, self.bits, self.predictor = policy, bits, predictor
         self.counts, self.prefetch_stats, self.disk = counts.residency, counts.prefetch, counts.disk
-        self.executes_on_cpu, self.cpu, self.cpu_worker = executes_on_cpu, cpu, cpu_worker
-        self.migration, self.host_cache, self.records_actions = migration, host_cache, records_actions
+        self.executes_in_place, self.cpu = executes_in_place, cpu
+        self.migration, self.records_actions = migration, records_actions
         self.prefetcher: Prefetcher | None = None
         self._observed = True  # tokens belong to requests
         thresholds, share = policy.precision.thresholds, policy.precision.link_share
@@ -104,8 +98,7 @@ class HostPlannedLayers:
             predictor.predictor.slots_changed()
             experts = self.cache.experts
             layers = len(experts.layers) - experts.draft_layers
-            ahead = ReadAhead(host_cache, self.cache, layers) if host_cache else None
-            self.prefetcher = Prefetcher(fetcher, layers, policy, self.prefetch_stats, ahead)
+            self.prefetcher = Prefetcher(fetcher, layers, policy, self.prefetch_stats)
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -202,13 +195,10 @@ class HostPlannedLayers:
         Raises:
             TransferError: as in :meth:`forward`.
         """
-        layer, on_cpu, answer = routing.layer, plan.on_cpu, None
+        layer, on_cpu = routing.layer, plan.on_cpu
         kept = sorted({*range(len(plan.views))} - {*on_cpu})  # items whose experts are in slots, or get one
         self.counts.cpu_executed += len(on_cpu)
         self.counts.misses += len(on_cpu)
-        if on_cpu and self.cpu_worker is not None:
-            answer = self.cpu_worker.begin(plan.select(on_cpu), x, out, activation)
-            on_cpu = []
         look_ahead = None
         if self.predictor is not None and layer < routing.num_layers:  # a draft's layers are not predicted
             look_ahead = partial(self._look_ahead, routing)
@@ -219,9 +209,8 @@ class HostPlannedLayers:
                 self.prefetcher.claim(layer, {})
             if look_ahead is not None:
                 look_ahead()
-            self._compute(layer, in_slots if answer else plan, x, out, activation)
+            self._compute(layer, plan, x, out, activation)
             if self.prefetcher is not None:
-                self.prefetcher.answer()
                 self.prefetcher.fill()
         else:
             grain = {
@@ -233,9 +222,7 @@ class HostPlannedLayers:
             step.run(x, out, activation, look_ahead)
             if on_cpu:
                 self._compute(layer, plan.select(on_cpu), x, out, activation)
-        if answer is not None:
-            answer()
-        elif on_cpu and (sentence := self.cache.lost(layer, plan.select(on_cpu).wanted)):
+        if on_cpu and (sentence := self.cache.lost(layer, plan.select(on_cpu).wanted)):
             raise TransferError(sentence)
 
     def _served(self, routing: Routing) -> None:
@@ -248,19 +235,13 @@ class HostPlannedLayers:
         if routing.layer < routing.num_layers:
             self._look_ahead(routing)
         if self.prefetcher is not None:
-            self.prefetcher.answer()
             self.prefetcher.fill()
 
     def _begin_plan(self, routing: Routing, plan: LayerPlan) -> None:
-        """Count a plan's precisions and start its disk reads.
-
-        The items that the CPU executes get their places.
-        """
+        """Count a plan's precisions; the items that are computed in place get their places."""
         cache, layer, wanted = self.cache, routing.layer, plan.wanted
         self.counts.planned.update(wanted.values())
         self.counts.planned[Precision.SKIPPED] += len(routing.active) - len(wanted)
-        if self.host_cache is not None:
-            expect(self.host_cache, cache, layer, plan)
         if on_cpu := plan.on_cpu:
             parts = {
                 precision: tuple(cache.bits[part] for part in cache.parts[precision])
@@ -282,7 +263,7 @@ class HostPlannedLayers:
             uses = uses if routing.uses is None else routing.uses[experts]
             self.migration.count(routing, experts, uses)
         rows = None
-        if self.executes_on_cpu and (self.cpu_worker is None or not self.cpu_worker.failed):
+        if self.executes_in_place:
             rows = np.fromiter(map(routing.counts.__getitem__, wanted), np.int64, len(wanted))
             if not self.cache.store.whole:
                 rows[self.cache.far(layer, wanted)] = _FAR
@@ -300,19 +281,13 @@ class HostPlannedLayers:
         """
         if not plan.views:
             return
-        slots = list[Slot]()
         self.kernel.begin(x, plan, out, activation)
         for item, (expert, precision) in enumerate(plan.wanted.items()):
             if plan.views[item] is None:
                 held, parts = self.cache.resident(layer, expert, precision)
                 self.counts.reuses += held is not precision
-                slots += parts
                 plan.place(item, self.cache.packed(parts))
         self.kernel.compute(range(len(plan.views)))
-        if self.kernel.asynchronous:
-            last_read = self.engine.fence()
-            for slot in slots:
-                slot.last_read = last_read
 
     def _look_ahead(self, routing: Routing) -> None:
         """Show the predictor the router's choice.
@@ -358,8 +333,6 @@ class HostPlannedLayers:
         if self.predictor is not None:
             self.predictor.reset_stats()
         self.disk.reset()
-        if self.host_cache is not None:
-            self.host_cache.reset_stats()
 
     def on_their_way(self) -> Iterator[Fetch]:
         """Yield fetches in flight that no step has waited for."""

@@ -1,7 +1,6 @@
-"""Device-side planning on a CPU.
+"""The emulated card's kernels.
 
-The NumPy planner plans, and CPU kernels use the addresses that it wrote. This is the plain twin of ``triton_kernels``,
-for tests and for ``planning`` "device" on a CPU.
+The NumPy planner plans, and CPU kernels use the addresses that it wrote. This is the plain twin of ``triton_kernels``.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Prefetch: fetches predicted experts into staging slots while the link is idle.
+"""Prefetch on a CPU: reads predicted experts from disk into staging slots while no step waits for the disk.
 
 A prediction must cost nothing, correct or not:
 
@@ -7,8 +7,6 @@ A prediction must cost nothing, correct or not:
 - It moves one projection at a time, and only while no demand transfer waits or runs.
 - When its layer is routed, it is claimed, or cancelled at the next projection.
 - While predictions do not pay, few are made, if the policy paces them (``prefetch.pace``).
-- If host memory is a cache, experts that are only on disk are first read into it: predicted ones, for more layers ahead
-  than the link fetches for, and for later layers those that the last step used.
 
 Prefetch changes when an expert arrives, never what is computed.
 """
@@ -22,7 +20,6 @@ from vllm_dymoe.cache.device_cache import DeviceCache
 from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.transfer import Reason
 from vllm_dymoe.cache.transfer.ticket import State
-from vllm_dymoe.executor.read_ahead import ReadAhead
 from vllm_dymoe.experts.format import EVERY_PROJECTION
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase
@@ -34,8 +31,7 @@ from vllm_dymoe.prefetch.pace import Pace
 class Prefetcher:
     """Turns a predictor's candidates into transfers.
 
-    If host memory is a cache, it also turns them into disk reads (``disk``). A fetched expert is wasted if its step
-    wants another precision, unless versions are nested.
+    A fetched expert is wasted if its step wants another precision, unless versions are nested.
     """
 
     def __init__(
@@ -44,18 +40,15 @@ class Prefetcher:
         num_layers: int,
         policy: Policy,
         stats: PrefetchStats,
-        disk: ReadAhead | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._fetcher, self._engine = fetcher.cache, fetcher, fetcher.engine
         self._num_layers, self._policy, self.stats, self.clock = num_layers, policy, stats, clock
-        self._disk = disk
         self._candidates: deque[tuple[int, int, Precision]] = deque()  # layer, expert, and in which precision
         self._ahead: dict[int, list[Fetch]] = {}  # by layer, in the order of their transfers
         self._spent = 0.0  # host seconds of predictions since a layer last waited for the link
         self._waited = 0.0  # total seconds of exposed waits so far
         self._answered = False  # whether the last prediction named any expert
-        self._asked: tuple[int, Measured] | None = None
         # A prefill wants most experts of a layer and a single token few, so each phase has a pace of its own.
         prefetch = policy.prefetch
         self._projections = prefetch.projections if prefetch else len(EVERY_PROJECTION)
@@ -65,25 +58,11 @@ class Prefetcher:
     def look_ahead(self, layer: int, phase: Phase, predictor: Measured) -> None:
         """Request a prediction and offer its candidates, if the pace allows one now.
 
-        If CPU cores carry out transfers there is no idle link time, and no prediction is made. A predictor on a side
-        stream is only started here; :meth:`answer` takes its result once experts are being computed.
+        If CPU cores carry out transfers there is no idle time, and no prediction is made.
         """
         self._pace = self._paces[phase]
-        if self._engine.occupies_cores or not self._pace.acts():
-            return
-        if predictor.answers_later:
-            begin = self.clock()
-            predictor.begin(layer)
-            self._spend(self.clock() - begin)
-            self._asked = layer, predictor
-        else:
+        if not self._engine.occupies_cores and self._pace.acts():
             self._ask(layer, predictor)
-
-    def answer(self) -> None:
-        """Take the result of a predictor on a side stream, if one was started."""
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._ask(*asked)
 
     def predict_first_layer(self, phase: Phase, predictor: Measured) -> None:
         """Prefetch for the first MoE layer, at the start of a step.
@@ -121,8 +100,6 @@ class Prefetcher:
             precision = precisions[later].get(expert)
             if precision is not None and precision in self._memory.pools:
                 self._candidates.append((later, expert, precision))
-        if self._disk is not None:
-            self._disk.offer(layer, list(self._candidates))
 
     def fill(self) -> None:
         """Start transfers while there are free slots.
@@ -139,9 +116,6 @@ class Prefetcher:
     def _take_slots(self) -> None:
         while self._candidates:
             layer, expert, precision = self._candidates[0]
-            if self._disk is not None and not self._disk.has(self._candidates[0]):
-                self._candidates.popleft()  # the link does not wait for the disk because of a prediction
-                continue
             ahead = self._ahead.setdefault(layer, [])
             for part in self._memory.lacking(layer, expert, precision):
                 if any(f.expert == expert and (f.precision is part or not self._memory.nested) for f in ahead):
@@ -162,7 +136,7 @@ class Prefetcher:
         """
         self._spend(0.0)
         self._pace.spend(self._spent, answered=self._answered)  # host time of predictions for the layer before
-        self._spent, self._answered, self._asked = 0.0, False, None
+        self._spent, self._answered = 0.0, False
         self._candidates = deque(named for named in self._candidates if named[0] > layer)
         claimed = {}
         for fetch in self._ahead.pop(layer, ()):

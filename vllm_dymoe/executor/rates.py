@@ -21,9 +21,9 @@ from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import MEASURED_STARTS
 from vllm_dymoe.cache.transfer import Reason, TransferEngine
 from vllm_dymoe.durable import keep_beside, kept_beside
-from vllm_dymoe.executor.cpu_worker import CpuQueue, CpuWorker
+from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, SliceKey, all_keys
-from vllm_dymoe.kernels import Activation, Curve
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve
 from vllm_dymoe.planner.constants import NEVER_FETCHED, Cost
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.routing import group_by_expert
@@ -87,7 +87,7 @@ def measure(
     store: HostStore,
     engine: TransferEngine,
     device: torch.device,
-    worker: CpuQueue | CpuWorker,
+    worker: CpuQueue,
     measured_for: str = "",
     seconds: float = _SECONDS,
 ) -> Rates:
@@ -97,7 +97,7 @@ def measure(
     must not have started. On CUDA plain copies stand in for the kernels' own reads, because the transfer engine costs
     the host more: with it an H100's link brought 10 of 55 GB/s.
     """
-    trip, cpu_worker = worker.round_trip(), CpuWorker(worker.threads, 0, worker.activations)
+    trip, kernel = worker.round_trip(), CpuKernel(threads=worker.threads, activations=worker.activations)
     formats = store.experts.all_formats
     largest = max(formats, key=lambda fmt: fmt.nbytes)
     keys = _keys(store.experts, largest)
@@ -135,11 +135,10 @@ def measure(
         link = threading.Thread(target=bring, name="dymoe measures", daemon=True)
         link.start()
         for fmt in formats:
-            one, several = (host_seconds(store, fmt, cpu_worker, rows, part) for rows in (1, _ROWS))
+            one, several = (host_seconds(store, fmt, kernel, rows, part) for rows in (1, _ROWS))
             first[fmt.encoding.tag], following[fmt.encoding.tag] = one, max(0.0, several - one) / (_ROWS - 1)
         ended.set()
         link.join()
-    cpu_worker.close()
     return Rates(moved[0] / moved[1], first, following, trip, worker.threads, measured_for)
 
 
@@ -169,7 +168,7 @@ def _keys(experts: ModelExperts, fmt: ExpertFormat) -> Iterator[SliceKey]:
     return cycle([key for key in all_keys(experts) if experts.format(key) == fmt])
 
 
-def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, rows: int, seconds: float) -> float:
+def host_seconds(store: HostStore, fmt: ExpertFormat, kernel: CpuKernel, rows: int, seconds: float) -> float:
     """Return the median CPU seconds for one expert with ``rows`` rows."""
     keys = _keys(store.experts, fmt)
     activation = Activation.SILU if fmt.has_gate else Activation(Curve.RELU2, has_gate=False)
@@ -183,7 +182,8 @@ def host_seconds(store: HostStore, fmt: ExpertFormat, cpu_worker: CpuWorker, row
         views = [view_in_store(store, key.layer, key.expert, bits) for key, bits in zip(some, parts, strict=True)]
         plan = LayerPlan.of_experts(grouped, views)
         begun = time.perf_counter()
-        cpu_worker.begin(plan, x, out, activation)()
+        kernel.begin(x, plan, out, activation)
+        kernel.compute(range(len(views)))
         times.append((time.perf_counter() - begun) / _AT_ONCE)
     return float(np.median(times))
 

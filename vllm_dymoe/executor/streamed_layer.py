@@ -1,4 +1,4 @@
-"""A host-planned layer with misses.
+"""A layer on a CPU some of whose experts are fetched into slots.
 
 It computes the hits first, and the others as they arrive. The schedule is DuoServe-MoE's (5.2): each expert is fetched
 once, the link starts before anything is computed, and one slot is computed while others fill. As in FIRM-MoE, an
@@ -6,8 +6,6 @@ expert is computed projection by projection.
 
 - While slots are short, an expert that frees one is computed first, because the link must not wait for computation.
 - Otherwise all experts that have arrived are computed together, which costs the host least.
-- On a GPU, where computing only enqueues, half of what is in flight is computed in one launch, while the other half
-  keeps the link busy.
 - If transfers are copies by the cores that compute, copying and computing alternate, because threads that compete for
   a core slow down both.
 """
@@ -68,7 +66,6 @@ class LayerStep:
         self._fetcher, self._prefetcher, self._kernel = fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.cache, fetcher.engine
         self._counts, self._in_turn, self._whole = counts, in_turn, whole
-        self._shared = False  # residents were computed since the last arrivals
         self._must_keep = False  # misses take slots that the layer keeps, because no staging slot will be free
         self._ready: list[_Held] = []  # experts whose bytes are complete; the latest arrivals are last
         self._arriving: deque[_Held] = deque()  # in the order of their transfers
@@ -212,7 +209,6 @@ class LayerStep:
                         "check the disk."
                     )
             self._foresee(look_ahead)
-            self._foresee(None)
         except BaseException:
             self._let_go()
             raise
@@ -220,8 +216,6 @@ class LayerStep:
     def _foresee(self, look_ahead: Callable[[], None] | None) -> None:
         if look_ahead is not None:
             look_ahead()
-        elif self._prefetcher:
-            self._prefetcher.answer()
         if self._prefetcher:
             self._prefetcher.fill()  # finds no free slot while an expert of this layer waits for one
 
@@ -231,15 +225,12 @@ class LayerStep:
         Returns:
             the experts, and whether they are still arriving.
         """
-        ready, arriving, before = self._ready, self._arriving, len(self._ready)
+        ready, arriving = self._ready, self._arriving
         while arriving and (self._in_turn or all(self._engine.arrived(f.ticket) for f in arriving[0].fetches)):
             self._complete(arriving[0])
             ready.append(arriving.popleft())
-        arrived = len(ready) - before
         if self._first_frees_a_slot():
             return _last(ready, 1), False
-        if self._kernel.asynchronous:
-            return self._next_launch(arrived)
         if not ready:
             return [arriving.popleft()], True
         # While others wait for slots, compute only the latest arrival: its slot is needed.
@@ -254,27 +245,6 @@ class LayerStep:
             return False
         streamed = any(not fetch.kept for fetch in self._ready[-1].fetches)
         return streamed and self._prefetcher is not None and self._prefetcher.frees_slots_early
-
-    def _next_launch(self, arrived: int) -> tuple[list[_Held], bool]:
-        """Choose the experts of the next launch.
-
-        They are the new arrivals and a share of the residents, or half of what is in flight. The other half keeps the
-        link busy until the launch has freed its slots. Residents are spread over the layer in proportion to the
-        misses: all at once would fill the device's queue, and while slots are short the link would idle until they are
-        computed.
-        """
-        half = (len(self._arriving) + 1) // 2
-        residents = len(self._ready) - arrived
-        if self._shared and half:
-            residents = 0
-        elif self._missing and half:
-            to_come = len(self._arriving) + len(self._missing)
-            residents = min(residents, max(half, -(-residents * half // to_come)))
-        if arrived + residents:
-            self._shared = self._shared or residents > 0
-            return _last(self._ready, arrived + residents), False
-        self._shared = False
-        return [self._arriving.popleft() for _ in range(half)], True
 
     def _compute(self, arriving: bool) -> None:
         """Compute experts, and free the slots of streamed ones.
@@ -292,14 +262,8 @@ class LayerStep:
         self._kernel.compute([held.item for held in computing], receive if arriving else None)
         for held in computing:
             self._complete(held)
-        last_read = self._engine.fence()
-        for held in computing:
-            brought = [fetch.slot for fetch in held.fetches]
-            for slot in held.slots:
-                if slot not in brought and last_read is not None:
-                    slot.last_read = last_read
-            for fetch in held.fetches:
-                self._fetcher.release(fetch, last_read)
+        for fetch in (fetch for held in computing for fetch in held.fetches):
+            self._fetcher.release(fetch)
         self._computing = []
 
     def _complete(self, held: _Held) -> None:
@@ -321,10 +285,6 @@ class LayerStep:
         No slot is lost, and none is freed that is still accessed.
         """
         held = [*self._computing, *self._ready, *self._arriving, *self._missing]
-        last_read = self._engine.fence()
-        if last_read is not None:  # a computation that failed half-way has read a projection
-            for slot in (slot for reading in held for slot in reading.slots):
-                slot.last_read = last_read
         self._fetcher.give_up((fetch for reading in held for fetch in reading.fetches), wait=True)
 
 

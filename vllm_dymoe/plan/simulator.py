@@ -234,8 +234,7 @@ class Simulator:
         staging = plan.staging.get(Precision.HIGH, 0) or min(plan.staging.values(), default=0)
         self._staging = plan.slots.get(Precision.HIGH, 0) if not policy.residency.keeps else staging
         self.result = Result(peak=int(layers * model.attention + model.head + plan.limit))
-        alone = not policy.needs_host and options.planning != "host" and device.decides
-        self._in_graph = alone
+        self._in_graph = device.decides
         if device.host and options.computes_misses:
             self.table.cpu_costs[:] = _sharing(formats, options, device)
         self._far = self._host_memory(formats)

@@ -61,7 +61,7 @@ class LayerPlan:
     pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
     count: Tensor = _column(1)  # number of items
     precisions: Any = _column("items")
-    """LOW or HIGH, the version that is computed; with host-side planning the version that is wanted, since a better one
+    """LOW or HIGH, the version that is computed; in a plan of the host's the version that is wanted, since a better one
     may serve.
     """
     slots: Tensor = _column("slices", "items")
@@ -100,7 +100,7 @@ class LayerPlan:
     def on_host(
         cls, grouped: Grouped, experts: Ints, wanted: NDArray[np.int8], places: Ints, *, row_for_each_pair: bool = False
     ) -> Self:
-        """Return the plan of a host-planned step.
+        """Return the host's plan of a step on a CPU.
 
         Items are in ascending order of experts.
 

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_dymoe.planner.constants import MOST_WEIGHT
-from vllm_dymoe.planner.hotness import squared_gates, usable
+from vllm_dymoe.planner.hotness import squared_gates
 from vllm_dymoe.planner.plan import Grouped
-
-_UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, while both are copied to the host
 
 
 class RoutingError(ValueError):
@@ -74,18 +72,8 @@ class Routing:
 
     @cached_property
     def host_ids(self) -> NDArray[np.int64]:
-        """``ids`` on the host; on a GPU the first call waits for the router."""
-        return self._told[0]
-
-    @cached_property
-    def _told(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """``ids``, and whether their weights are usable; copied from a GPU together."""
-        if self.ids.is_cpu:
-            return self.ids.numpy().astype(np.int64, copy=False), np.abs(self.host_weights) < MOST_WEIGHT
-        marked = torch.where(usable(self.weights), self.ids, self.ids + _UNUSABLE)
-        numbers = marked.cpu().numpy().astype(np.int64, copy=False)
-        counts = numbers < _UNUSABLE // 2
-        return numbers - np.where(counts, 0, _UNUSABLE), counts
+        """``ids`` on the host."""
+        return self.ids.cpu().numpy().astype(np.int64, copy=False)
 
     def check(self, num_experts: int) -> None:
         """Raise RoutingError for an id that is not an expert's.
@@ -106,7 +94,7 @@ class Routing:
 
         None if all weights are usable.
         """
-        ids, counts = self._told
+        ids, counts = self.host_ids, np.abs(self.host_weights) < MOST_WEIGHT
         if counts.all():
             return None
         chosen = ids[counts & (ids >= 0)]

@@ -46,7 +46,7 @@ class PrecisionPolicy:
     """Whether routing weights of skipped experts go to the token's other experts; otherwise they are lost."""
     thresholds: tuple[Ints, ...] = field(default=(), compare=False)
     """Thresholds above which experts are high, for tokens of prompts and for decoded tokens: int64 [2] each, see
-    :mod:`~vllm_dymoe.planner.threshold`. Host-side planning changes them in place. Empty if the policy has none.
+    :mod:`~vllm_dymoe.planner.threshold`. Steps on a CPU change them in place. Empty if the policy has none.
     """
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
@@ -76,7 +76,10 @@ class PrecisionPolicy:
     """Share of the time that steps may wait for the link, held by moving the thresholds; None for no limit."""
 
     planned: ClassVar[bool] = True
-    """Whether ``critical_counts`` and ``thresholds`` describe ``select`` completely, so that a planner can choose."""
+    """Whether ``critical_counts`` and ``thresholds`` describe ``select`` completely, so that a planner can choose.
+
+    Otherwise only a CPU can serve the policy: a device runs no Python.
+    """
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         """Return a precision for each active expert of a layer.
@@ -188,10 +191,7 @@ class Migrating(BaseModel):
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """Which experts layers keep: plain data for every planner.
-
-    :attr:`Policy.needs_host` lists what a GPU planner lacks.
-    """
+    """Which experts layers keep: plain data for every planner."""
 
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
@@ -260,17 +260,6 @@ class Policy(BaseModel):
     @cached_property
     def prefetch(self) -> PrefetchPolicy | None:
         return None
-
-    @property
-    def needs_host(self) -> str:
-        """Why a device cannot plan this policy's steps; empty if it can.
-
-        The text can follow "because". A GPU planner knows quotas (zero if layers keep nothing), admission by score,
-        precision by thresholds or counts, and streaming. It runs no Python.
-        """
-        if not self.precision.planned:
-            return f'policy "{self.name}" chooses precisions with Python code, which runs on the host'
-        return ""
 
     def staging_slots(self, slots: int) -> int:
         """Return how many of a precision's slots are for streaming and prefetch."""

@@ -11,7 +11,6 @@ from pydantic import Field
 from vllm_dymoe.policies.base import EVICTIONS, Evicts, Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.next_gate import NextGate
-from vllm_dymoe.prefetch.side_stream import make_side_stream
 
 _MOST_LAYERS = 1 << 16  # more than any model has
 
@@ -28,9 +27,7 @@ class Exact(Policy):
     """
 
     evicts: Evicts = "coldest"
-    """Which expert of a layer is evicted first: the coldest; with host-side planning also the least recently used
-    (LRU), or the first admitted.
-    """
+    """Which expert of a layer is evicted first: the coldest, the least recently used (LRU), or the first admitted."""
 
     @cached_property
     def residency(self) -> ResidencyPolicy:
@@ -51,4 +48,4 @@ class Exact(Policy):
         layers = max(self.look_ahead, model.horizon)
         if model.predictor is not None:
             return TrainedPredictor.load(model, layers)
-        return NextGate(model.gates, model.top_k, layers, make_side_stream(model.device), model.hidden)
+        return NextGate(model.gates, model.top_k, layers)

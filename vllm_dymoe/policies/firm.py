@@ -11,7 +11,6 @@ from pydantic import Field
 from vllm_dymoe.policies.base import EVICTIONS, Evicts, Policy, PrefetchPolicy, ResidencyPolicy
 from vllm_dymoe.prefetch import Predictor, RoutedModel
 from vllm_dymoe.prefetch.meeting_of_layers import MeetingOfLayers
-from vllm_dymoe.prefetch.side_stream import make_side_stream
 from vllm_dymoe.prefetch.tuner import Heop, Setting
 
 _LARGEST_P = 6
@@ -64,4 +63,4 @@ class Firm(Policy):
         start = Setting(min(self.k or model.top_k, model.num_experts), self.p)
         largest = Setting(max(start.k, min(_LARGEST_K * model.top_k, model.num_experts)), max(start.p, _LARGEST_P))
         tuner = Heop(model.num_layers, start, largest, as_printed=self.search == "as printed")
-        return MeetingOfLayers(model.gates, *start, tuner, model.held, make_side_stream(model.device), model.hidden)
+        return MeetingOfLayers(model.gates, *start, tuner, model.held)

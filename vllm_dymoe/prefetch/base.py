@@ -5,7 +5,7 @@ Predictors predict experts of later layers.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -16,7 +16,6 @@ from torch import Tensor
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.planner.table import Table
-from vllm_dymoe.prefetch.side_stream import Answer, Inline
 
 if TYPE_CHECKING:  # circular otherwise: on_device imports gates, which import this module
     from vllm_dymoe.prefetch.on_device import DevicePredictor
@@ -34,11 +33,6 @@ class Predictor(ABC):
 
     tells_phases: ClassVar[bool] = False
     """Whether a step with prompts and decoding requests must say which rows are which."""
-    _side_stream: Inline = Inline()
-    _read: Callable[[], Answer] | None = None  # returns the answer that was started
-
-    def __init__(self, side_stream: Inline | None = None) -> None:
-        self._side_stream = side_stream or self._side_stream
 
     @property
     def nbytes(self) -> int:
@@ -50,14 +44,6 @@ class Predictor(ABC):
         """Whether it has stopped tuning itself, if it does."""
         return True
 
-    @property
-    def answers_later(self) -> bool:
-        """Whether to call ``begin`` at once, and to take the answer later.
-
-        The answer is taken when the layer's first experts have been enqueued.
-        """
-        return self._side_stream.answers_later
-
     def begin_step(self, phase: Phase) -> None:  # noqa: B027
         """Begin a step of requests, none of whose layers has been observed."""
 
@@ -66,9 +52,6 @@ class Predictor(ABC):
 
         Called for every MoE layer of every step, in order, so it must be cheap.
         """
-
-    def begin(self, layer: int) -> None:  # noqa: B027
-        """Start to compute on the side stream what ``predict`` will return."""
 
     def slots_changed(self) -> None:  # noqa: B027
         """Handle a change of slots: from now on layers have another cache."""
@@ -81,13 +64,6 @@ class Predictor(ABC):
             experts: of the rank.
         """
         return None
-
-    def _answer(self, layer: int) -> Answer:
-        if self._read is None:
-            self.begin(layer)
-        read, self._read = self._read, None
-        assert read is not None
-        return read()
 
     @abstractmethod
     def predict(self, layer: int) -> Sequence[Candidate]:
@@ -137,10 +113,6 @@ class Measured:
     def nbytes(self) -> int:
         return self.predictor.nbytes
 
-    @property
-    def answers_later(self) -> bool:
-        return self.predictor.answers_later
-
     def begin_step(self, phase: Phase) -> None:
         self.predictor.begin_step(phase)
 
@@ -155,10 +127,6 @@ class Measured:
             self.stats.correct += len(predicted & needed)
         with self._timed():
             self.predictor.observe(routing)
-
-    def begin(self, layer: int) -> None:
-        with self._timed():
-            self.predictor.begin(layer)
 
     def predict(self, layer: int) -> Sequence[Candidate]:
         with self._timed():

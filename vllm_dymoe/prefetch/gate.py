@@ -17,8 +17,14 @@ from vllm_dymoe.trace.gates import GateWeights
 FAR = 4
 """Useful number of layers ahead if experts are on disk: a read takes as long as several layers compute."""
 
+_MOST_ROWS = 512  # most tokens of a step for which gates are evaluated
 _CPU = torch.device("cpu")
 _ASKED_AT_ONCE = 256  # unit vectors at a time, to limit memory
+
+
+def some_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a view of at most 512 rows of x [tokens, hidden], evenly spaced."""
+    return x[:: max(1, -(-len(x) // _MOST_ROWS))]
 
 
 def weights_of(gates: Sequence["Gate"], hidden: int, device: torch.device) -> GateWeights:

@@ -13,7 +13,6 @@ experts in most tokens' intersections come first.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
 
 import torch
 
@@ -22,9 +21,8 @@ from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.base import Candidate, Predictor
-from vllm_dymoe.prefetch.gate import Gate
+from vllm_dymoe.prefetch.gate import Gate, some_rows
 from vllm_dymoe.prefetch.on_device import DevicePredictor, VotingOnDevice
-from vllm_dymoe.prefetch.side_stream import Answer, Inline, bytes_of_copies, some_rows
 from vllm_dymoe.prefetch.tuner import Heop
 
 
@@ -41,11 +39,8 @@ class MeetingOfLayers(Predictor):
         p: int,  # P of Eqs. 5 and 6
         tuner: Heop | None = None,  # chooses K and P while serving; if None they do not change
         held: Callable[[int], Set[int]] = lambda layer: frozenset(),
-        side_stream: Inline | None = None,
-        hidden: int = 0,  # model width, for the memory of the inputs
     ) -> None:
-        super().__init__(side_stream)
-        self._gates, self._hidden = gates, hidden
+        self._gates = gates
         self._setting = (k, p)
         self._tuner = tuner
         self._held = held
@@ -55,16 +50,12 @@ class MeetingOfLayers(Predictor):
         self._phase = Phase.DECODE
         self._named: frozenset[int] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return bytes_of_copies(self._inputs.maxlen or 0, self._hidden) if self._side_stream.answers_later else 0
-
     def observe(self, routing: Routing) -> None:
         layer, x = routing.layer, some_rows(routing.x)
         if layer <= self._layer:
             self._inputs.clear()
             self._named = None
-        self._layer, self._phase, self._read = layer, routing.phase, None
+        self._layer, self._phase = layer, routing.phase
         # A copy, because the memory of x may be reused when the next layer runs.
         self._inputs.append(x.clone() if self._inputs.maxlen != 1 else x)
         if self._tuner is not None:
@@ -78,20 +69,13 @@ class MeetingOfLayers(Predictor):
         if self._tuner is not None:
             self._tuner.restart()
 
-    def begin(self, layer: int) -> None:
-        following = layer + 1
-        if following >= len(self._gates):
-            return
-        k, p = self._tuner.setting(following) if self._tuner else self._setting
-        meeting = list(self._inputs)[-p:]
-        ask = partial(_meet, self._gates[following], k)
-        self._read = self._side_stream.begin(ask, *meeting, lasting=self._inputs.maxlen != 1)
-
     def predict(self, layer: int) -> Sequence[Candidate]:
         following = layer + 1
         if following >= len(self._gates):
             return []
-        candidates = self._gates[following].named(following, *self._answer(layer))
+        k, p = self._tuner.setting(following) if self._tuner else self._setting
+        gate = self._gates[following]
+        candidates = gate.named(following, *_meet(gate, k, *list(self._inputs)[-p:]))
         self._named = frozenset(candidate.expert for candidate in candidates)
         self._there = self._held(following) if self._tuner else frozenset()
         return candidates
@@ -114,7 +98,7 @@ class MeetingOfLayers(Predictor):
             self._tuner.end_step()
 
 
-def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> Answer:
+def _meet(gate: Gate, k: int, *meeting: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the last layer's predictions, their scores, and whether all layers agree.
 
     Each is [tokens, k] (Eqs. 5 and 6).

@@ -1,6 +1,6 @@
 """Controls how often predictions are acted on.
 
-``Pace`` does so where the host plans, ``StepPace`` where a device does. A policy whose predictor tunes itself is not
+``Pace`` does so on a CPU, ``StepPace`` where a device plans. A policy whose predictor tunes itself is not
 paced. Others make fewer predictions while these do not pay, but never none, so that a change is noticed.
 
 A correct prediction hides at most the transfer of one expert, and a wrong one delays demand by at most one projection,

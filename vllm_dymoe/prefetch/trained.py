@@ -17,7 +17,6 @@ from vllm_dymoe.prefetch.checkpoint import PredictorError, load_predictor
 from vllm_dymoe.prefetch.folded import FoldedMLP
 from vllm_dymoe.prefetch.gate import RoutedModel
 from vllm_dymoe.prefetch.on_device import DevicePredictor, NetworkOnDevice
-from vllm_dymoe.prefetch.side_stream import Answer, Inline, make_side_stream
 
 
 class TrainedPredictor(Predictor):
@@ -28,8 +27,7 @@ class TrainedPredictor(Predictor):
 
     tells_phases = True
 
-    def __init__(self, network: FoldedMLP, decode_experts: int, side_stream: Inline | None = None) -> None:
-        super().__init__(side_stream)
+    def __init__(self, network: FoldedMLP, decode_experts: int) -> None:
         self.network = network
         self._amount = min(decode_experts, network.num_experts)
         self._past: torch.Tensor | None = None
@@ -50,7 +48,7 @@ class TrainedPredictor(Predictor):
         card, network = load_predictor(model.predictor)
         card.check(model.predictor, model.identity)
         network = network.nearest(look_ahead).to(model.device, network_dtype(model.device))
-        return cls(network, model.top_k, make_side_stream(model.device))
+        return cls(network, model.top_k)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +60,7 @@ class TrainedPredictor(Predictor):
     def observe(self, routing: Routing) -> None:
         layer = routing.layer
         before = None if layer <= self._layer else self._past  # a step begins where layer numbers do not grow
-        self._layer, self._x, self._read = layer, routing.x, None
+        self._layer, self._x = layer, routing.x
         self._mixed = routing.phase is Phase.PREFILL and routing.prompt is not None and routing.prompt.mixed
         self._decodes = self._mixed or routing.phase is Phase.DECODE
         ids = routing.ids
@@ -74,33 +72,18 @@ class TrainedPredictor(Predictor):
         if self._coming(layer):
             self._past = self.network.remember(ids, before)
 
-    def begin(self, layer: int) -> None:
-        coming, network = self._coming(layer), self.network
-        if not coming:
-            return
-        assert self._past is not None
-        assert self._x is not None
-
-        def best(rows: torch.Tensor, *seen: torch.Tensor) -> Answer:
-            named: list[torch.Tensor] = []
-            for later in coming:
-                logits = network.logits(later, rows, seen[0] if seen else None, ahead=later - layer)
-                scores, experts = logits.topk(self._amount)
-                named += [experts, scores]
-            return tuple(named)
-
-        self._read = self._side_stream.begin(best, self._past, *(() if network.gates is None else (self._x,)))
-
     def predict(self, layer: int) -> Sequence[Candidate]:
         following = layer + 1
         if following >= self.network.num_layers:
             return []
         if following == 0 or not self._decodes:
             return self._favourites[following]
-        coming, answer = self._coming(layer), self._answer(layer)
-        self._x = None
+        assert self._past is not None
+        x, self._x = None if self.network.gates is None else self._x, None
         named: list[Candidate] = []
-        for later, experts, scores in zip(coming, answer[::2], answer[1::2], strict=True):
+        for later in self._coming(layer):
+            logits = self.network.logits(later, self._past, x, ahead=later - layer)
+            scores, experts = logits.topk(self._amount)
             named += [Candidate(later, expert) for expert in rank(experts, scores.float().sigmoid())]
         if self._mixed:
             known = {candidate.expert for candidate in named if candidate.layer == following}

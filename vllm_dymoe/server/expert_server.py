@@ -35,9 +35,8 @@ from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
-from vllm_dymoe.executor.cpu_worker import CpuWorker, longest_wait
-from vllm_dymoe.executor.device_planning import plans_on_device
-from vllm_dymoe.executor.disk_queue import DiskQueue, unreadable
+from vllm_dymoe.executor.cpu_worker import longest_wait
+from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.rates import link_rate
@@ -139,14 +138,16 @@ class _Serving:
     options: Options
     cache: DeviceCache
     layers: HostPlannedLayers
-    small_batches: SmallBatches | None  # None if the host plans
+    small_batches: SmallBatches | None  # None on a plain CPU
 
 
 class ExpertServer:
     """Every MoE layer of one model on one rank.
 
+    A plain CPU plans and computes each layer in one native call. Elsewhere the device plans.
+
     A resize, a change of precision and a wake-up each build a new ``_Serving`` between two steps, and swap it in.
-    ConfigError if the budget cannot hold one expert of each precision in use.
+    ConfigError if the budget cannot hold one expert of each precision in use, or if the device cannot plan.
 
     Args:
         agree: exchanges values with ranks that have other parts of the same experts, for policies that move versions.
@@ -169,7 +170,6 @@ class ExpertServer:
         engine: TransferEngine | None = None,  # replaces the engine for the device
         predictor: Predictor | Callable[[bool], Predictor | None] | None = None,
         *,
-        obstacle: str = "",  # why the model needs host-side planning in decode; empty if it does not
         agree: Agree = list,
         around: tuple[int, int] = (0, 0),
         parts: Parts | None = None,  # replaces the device's parts
@@ -181,8 +181,9 @@ class ExpertServer:
         grouped: Grouped = Grouped.PLAIN,  # likewise
     ) -> None:
         self.store, self.experts, self.device = store, store.experts, device
-        on_cpu = device.type == "cpu" and options.link_gbps is None
-        self._plain_cpu = on_cpu and engine is None and parts is None  # no other device is emulated
+        on_cpu = options.plain_cpu(device.type)
+        # A native call would not show what it reads and writes to parts that record this.
+        self._plain_cpu = on_cpu and engine is None and parts is None
         self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
         # Kinds of layers have launches of their own.
@@ -198,29 +199,21 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
-        if not obstacle and any(fmt.down is not None for fmt in formats):
-            obstacle = "down projections have another format than gate and up"
-        if store.readable and not obstacle and not parts.device_memory.shares_addresses():
-            obstacle = "the device and the host have different addresses for pinned memory"
         _check_misses(options, store, on_cpu=on_cpu)
-        given: dict[str, str] = {"unreadable": unreadable(store), "obstacle": obstacle}
-        decides, why_not = plans_on_device(options, policy, device.type, **given)
         decoding: SmallBatchKernel | None = None
         self.disk_queue: DiskQueue | None = None
-        if decides:
-            decoding, why_not = _make_decode_kernel(parts, self.kernel, self.experts, options)
+        watched = parts.device_memory.ends_long_kernels()
+        if not on_cpu:
+            decoding = _make_decode_kernel(parts, self.kernel, self.experts, options, policy)
         if decoding is not None and not store.readable:
-            watched = parts.device_memory.ends_long_kernels()
             waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
             self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
             decoding = decoding.with_disk(self.disk_queue)
-        self.host_plans_because = why_not  # empty if planning on the host was requested
         execution = options, store, self.engine, device, parts.lock, on_late, rates
-        watched = parts.device_memory.ends_long_kernels()
-        self.cpu_execution = CpuExecution(*execution, on_device=decoding is not None, ends_long_kernels=watched)
+        self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched)
         self.unasked = ""
         """Why no predictor is asked; empty if one is where the policy has one."""
-        if decoding is None and self._plain_cpu and self.engine.occupies_cores:
+        if self._plain_cpu and self.engine.occupies_cores:
             self.unasked = "the cores that would copy compute"
         asked = None if self.unasked else predictor(decoding is not None) if callable(predictor) else predictor
         if decoding is not None and asked is None and predictor is None:
@@ -266,7 +259,7 @@ class ExpertServer:
         no such tier, or the value is too small or too large.
         """
         parsed, host_cache = ExpertBudget.parse(wanted), self.host_cache
-        if host_cache is None and self.device.type == "cpu" and self.options.link_gbps is None:
+        if host_cache is None and self.options.plain_cpu(self.device.type):
             return self.resize(parsed)
         nbytes = host_memory_bytes(parsed, self.experts)
         why = "give a number of bytes" if host_cache else f"experts are in {self.store.description}"
@@ -287,12 +280,6 @@ class ExpertServer:
         """
         options = changed_precision(self.options, self.experts.formats, changes)
         policy = make_policy(options).of_stage(*self._around)
-        if self.small_batches is not None and policy.needs_host:
-            raise ConfigError(
-                "vllm-dymoe: the precision stays as it was: this change needs host-side planning, because "
-                f'{policy.needs_host}; start with planning "host".',
-                option="planning",
-            )
         plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
         if plan == self.slot_plan and slot_bits(self.experts, options, policy.precision.precisions) == self.cache.bits:
             self.serve(options, policy)
@@ -419,10 +406,7 @@ class ExpertServer:
                 device_table = self._on_device.table
             reuse_high = policy.precision.reuses_high
             cache = DeviceCache(self.store, plan, pools, device_table, writer, reuse_high=reuse_high)
-            pools.fence(self.engine.fence())
-            # Policies that move slots between steps have no last-reader fence, so their copies wait for all
-            # computation.
-            fetcher = Fetcher(cache, self.engine, overlaps=policy.residency.overlaps and migrating is None)
+            fetcher = Fetcher(cache, self.engine)
             migration = None
             if migrating is not None:
                 counts = None if self._on_device is None else self._on_device.counts
@@ -479,7 +463,7 @@ class ExpertServer:
                 cache.quotas,
                 cache.staging if migration is None else dict.fromkeys(cache.staging, 0),
                 spare=cache.staging if migration is not None else {},
-                cpu_queue=self.cpu_execution.cpu_queue,
+                cpu_queue=self.cpu_execution.worker,
                 costs=costs if shares and costs.any() else None,
                 count=None if on_device.counts is None else on_device.counts.add_layer,
                 projections=0 if predictor is None or prefetch is None else prefetch.projections,
@@ -487,7 +471,6 @@ class ExpertServer:
                 foresees=self.disk_queue is None,
                 overlaps=policy.residency.overlaps,
             )
-        worker = self.cpu_execution.worker
         layers = HostPlannedLayers(
             fetcher,
             self.kernel,
@@ -495,11 +478,9 @@ class ExpertServer:
             bits,
             self.predictor if on_device is None else None,
             self._step_counts,
-            executes_on_cpu=bool(costs.any()),
+            executes_in_place=bool(costs.any()),
             cpu=self._make_cpu_executor(cache, policy, bits, migration, executes=bool(costs.any()), records=records),
-            cpu_worker=worker if isinstance(worker, CpuWorker) else None,
             migration=migration,
-            host_cache=self.host_cache,
             records_actions=records,
             agree=self._agree,
             device_waits=self._device_waits(policy, bits),
@@ -527,10 +508,10 @@ class ExpertServer:
     ) -> CpuExecutor | None:  # fmt: skip
         """Return the CPU executor, or None.
 
-        None with a device or an emulated link, and without the native library.
+        None with a device, and without the native library.
         """
         kernel = self.kernel
-        if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library and cache.writer is Writer.HOST):
+        if not (self._plain_cpu and isinstance(kernel, CpuKernel) and kernel.library):
             return None
         served = {CODES[precision]: bits[precision] for precision in (Precision.LOW, Precision.HIGH)}
         if Precision.HIGH not in cache.bits:
@@ -581,7 +562,7 @@ class ExpertServer:
         They are for the kernel's workspace, the predictor and its training, and device-side tables.
         """
         predictor = max(self._predictor_room, self.predictor_bytes)
-        on_device, cpu_queue = self._on_device, self.cpu_execution.cpu_queue
+        on_device, cpu_queue = self._on_device, self.cpu_execution.worker
         decides = 0 if on_device is None else on_device.memory.nbytes + (0 if cpu_queue is None else cpu_queue.nbytes)
         decides += 0 if self.disk_queue is None else self.disk_queue.nbytes
         return self.kernel.workspace_bytes + predictor + self._training_bytes + decides
@@ -604,7 +585,8 @@ class ExpertServer:
         intervals = prefetcher.intervals if prefetcher else {}
         if small_batches is not None and small_batches.prefetch is not None and small_batches.prefetch.pace is not None:
             intervals = {Phase.DECODE.value: small_batches.prefetch.pace.interval}
-        return ServerStats.collect(self.host_planned, self.predictor, self.predictor_bytes, intervals)
+        found = self.host_planned, self.host_cache, self.predictor, self.predictor_bytes
+        return ServerStats.collect(*found, intervals)
 
     def _take_decode_counts(self) -> None:
         if self.host_planned.cpu is not None:
@@ -623,6 +605,8 @@ class ExpertServer:
         if self.predictor is not None:
             self.predictor.reset_stats()
         self.host_planned.reset_stats()
+        if self.host_cache is not None:
+            self.host_cache.reset_stats()
 
     def close(self, *, keep_store: bool = False) -> None:
         """Stop the transfer threads, free the slots' memory, and close the store.
@@ -708,15 +692,19 @@ def _make_disk_queue(
     """Return the queue that reads experts from disk.
 
     Raises:
-        ConfigError: there is no memory to read into.
+        ConfigError: there is no memory to read into, or no native library.
     """
     try:
         return DiskQueue(store, timeout, device, lock)
     except OSError as error:
         raise ConfigError(
-            f"vllm-dymoe: the device cannot plan while experts are on disk, because {error}; free host memory, or set "
-            'planning to "host".',
-            option="planning",
+            f"vllm-dymoe: experts cannot be read from disk for the device, because {error}; free host memory."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"vllm-dymoe: experts on disk cannot be brought to the device, because {error}; install vllm-dymoe again "
+            'with a C++ compiler, or use host_store "pinned".',
+            option="host_store",
         ) from error
 
 
@@ -740,16 +728,33 @@ def check_together(fmt: ExpertFormat) -> None:
 
 
 def _make_decode_kernel(
-    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options
-) -> tuple[SmallBatchKernel | None, str]:
-    """Return the decode kernel, or None and the reason why the host has to plan.
+    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options, policy: Policy
+) -> SmallBatchKernel:
+    """Return what plans and computes on a device.
 
-    Raises ConfigError if ``planning`` is "device".
+    Raises:
+        ConfigError: the device cannot.
     """
+    if not policy.precision.planned:
+        raise ConfigError(
+            f'vllm-dymoe: policy "{policy.name}" chooses precisions with Python code, which no device runs; describe '
+            "them by critical_counts or thresholds, or serve on a CPU.",
+            option="policy",
+        )
+    if any(fmt.down is not None for fmt in experts.all_formats):
+        raise ConfigError(
+            "vllm-dymoe: down projections are packed in another format than gate and up, which only a CPU computes so "
+            "far; set high to 16 and low to 0, or serve on a CPU.",
+            option="high",
+        )
+    if not parts.device_memory.shares_addresses():
+        raise ConfigError(
+            "vllm-dymoe: this GPU has other addresses for pinned host memory than the CPU, and its kernels fetch "
+            "missing experts from there; use a system with unified addressing (on Linux, with a current driver)."
+        )
     try:
-        return parts.decode_kernel(kernel, experts, options.link_gbps), ""
+        return parts.decode_kernel(kernel, experts, options.link_gbps)
     except ValueError as error:
-        if options.planning == "device":
-            sentence = f'vllm-dymoe: planning = "device" is impossible, because {error}.'
-            raise ConfigError(sentence, option="planning") from error
-        return None, str(error)
+        raise ConfigError(
+            f"vllm-dymoe: a GPU cannot serve this model, because {error}; serve it on a CPU, and please report it."
+        ) from error

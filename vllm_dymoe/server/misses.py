@@ -60,8 +60,8 @@ def choose_misses(
     with contextlib.suppress(ConfigError):  # what could be shared then may be impossible now
         server = None if first is None else made(first.misses)
     server = server or made("fetch")
-    misses_some = server.small_batches is not None and bool(server.small_batches.large.most_streamed)
-    if not misses_some or native.load() is None:
+    assert server.small_batches is not None
+    if not server.small_batches.large.most_streamed or native.load() is None:
         if server.options.misses == "fetch":
             return server
         server.close(keep_store=True)

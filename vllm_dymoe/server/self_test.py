@@ -26,7 +26,6 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
-from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.quantize.dummy import RandomStore
 from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
@@ -68,28 +67,12 @@ class SelfTest:
     skipped: str = ""
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """Which kernels a start uses, after their self-test.
-
-    Attributes:
-        obstacle: why the host has to plan; empty if it does not.
-        decode: how experts of few tokens are computed.
-        grouped: how experts of more tokens are computed.
-    """
-
-    obstacle: str
-    decode: Decode
-    grouped: Grouped
-
-
 def self_test(
     experts: ModelExperts,
     options: Options,
     device: torch.device,
     activations: Sequence[Activation],
     *,
-    device_plans: bool,
     decode: Decode = Decode.PLAIN,
     grouped: Grouped = Grouped.PLAIN,
     kept: Path | None = None,
@@ -99,13 +82,12 @@ def self_test(
 
     Args:
         activations: those of the model's layers, each once.
-        device_plans: test device-planned steps, otherwise host-planned ones.
         decode: test this way to compute experts of few tokens.
         grouped: test this way to compute experts of more tokens.
         kept: file of results; None to test at every start.
         parts: replaces the device's own.
     """
-    variant = _Variant(device_plans, decode, grouped)
+    variant = _Variant(decode, grouped)
     key = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
@@ -117,39 +99,34 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    device_plans: bool, kept: Path | None, say: Callable[[str], object], at_most: tuple[Decode, Grouped],
-) -> KernelChoice:  # fmt: skip
+    kept: Path | None, say: Callable[[str], object], at_most: tuple[Decode, Grouped],
+) -> tuple[Decode, Grouped]:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card.
 
-    Device-side planning is tried before host-side planning, with each the faster ways to decode first, and with each of
-    those the faster ways to compute more tokens. If the test cannot run, the result is the plain kernels.
+    The faster ways to decode are tried first, and with each of them the faster ways to compute more tokens. If the test
+    cannot run, the result is the plain kernels.
 
     Args:
         say: gets each sentence for the log.
         at_most: the fastest ways to decode, and to compute more tokens, that may be chosen.
 
     Raises:
-        ConfigError: the plain kernels are wrong with host-side planning, too.
+        ConfigError: the plain kernels are wrong, too.
     """
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
-    for by_device in (True, False) if device_plans else (False,):
-        obstacle = "its kernels for that failed their self-test on this card" if device_plans and not by_device else ""
-        for variant, following in pairwise((*_variants(by_device, device, matrices, at_most), None)):
-            assert variant is not None
-            found = self_test(experts, options, device, activations, **vars(variant), kept=kept)
-            if found.skipped:
-                say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
-                return KernelChoice("", Decode.PLAIN, Grouped.PLAIN)
-            if not found.failure:
-                return KernelChoice(obstacle, variant.decode, variant.grouped)
-            about = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
-            said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
-            if following is not None:
-                say(f"{said} Tried next, which is slower: {following.described}.")
-            elif by_device:
-                say(f"{said} The host plans instead, which is slower.")
-            else:
-                raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
+    for variant, following in pairwise((*_variants(device, matrices, at_most), None)):
+        assert variant is not None
+        found = self_test(experts, options, device, activations, **vars(variant), kept=kept)
+        if found.skipped:
+            say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
+            return Decode.PLAIN, Grouped.PLAIN
+        if not found.failure:
+            return variant.decode, variant.grouped
+        about = f"{describe_machine(device)}; {_describe(experts, activations, variant)}"
+        said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
+        if following is None:
+            raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
+        say(f"{said} Tried next, which is slower: {following.described}.")
     raise AssertionError("unreachable")
 
 
@@ -157,7 +134,6 @@ def tested(
 class _Variant:
     """Kernels that are tested together."""
 
-    device_plans: bool
     decode: Decode
     grouped: Grouped
 
@@ -168,13 +144,13 @@ class _Variant:
 
 
 def _variants(
-    by_device: bool, device: torch.device, matrices: Sequence[MatrixFormat], at_most: tuple[Decode, Grouped]
+    device: torch.device, matrices: Sequence[MatrixFormat], at_most: tuple[Decode, Grouped]
 ) -> Iterator[_Variant]:
     """Yield the variants for some formats that may be chosen, the fastest first."""
     ways = kernels.decode_kernels(device, matrices), kernels.grouped_kernels(device, matrices)
     for decode, grouped in product(*ways):
         if decode <= at_most[0] and grouped <= at_most[1]:
-            yield _Variant(by_device, decode, grouped)
+            yield _Variant(decode, grouped)
 
 
 def describe_machine(device: torch.device) -> str:
@@ -214,8 +190,7 @@ def _describe(experts: ModelExperts, activations: Sequence[Activation], variant:
     fmt = next(iter(experts.formats.values()))
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
-        f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, planned by the "
-        f"{'device' if variant.device_plans else 'host'}, {variant.described}"
+        f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, {variant.described}"
     )
 
 
@@ -227,8 +202,8 @@ def _run(
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
         store = RandomStore(layer, _DISTINCT, pinned=device.type == "cuda")
-        wanted = _options(options, device_plans=variant.device_plans)
-        server = ExpertServer(store, wanted, device, parts=parts, decode=variant.decode, grouped=variant.grouped)
+        chosen = _options(options)
+        server = ExpertServer(store, chosen, device, parts=parts, decode=variant.decode, grouped=variant.grouped)
         try:
             for activation, high in product(activations, (True, False) if options.low else (True,)):
                 if options.low:
@@ -247,7 +222,7 @@ def _run(
     return SelfTest(steps, failure, round(time.perf_counter() - begin, 2))
 
 
-def _options(options: Options, *, device_plans: bool) -> Options:
+def _options(options: Options) -> Options:
     """Return options under which only transfers delay a step.
 
     Every expert has one precision.
@@ -258,7 +233,7 @@ def _options(options: Options, *, device_plans: bool) -> Options:
     return options.model_copy(
         update=policy
         | {"expert_budget": ExpertBudget(slots="top-k"), "host_store": "auto", "misses": "fetch", "trace": None}
-        | {"predictor": None, "planning": "device" if device_plans else "host"}
+        | {"predictor": None}
     )
 
 
@@ -309,9 +284,7 @@ def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
 def _step(server: ExpertServer, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
     """Run one layer's step, on the path that the server uses for it."""
     steps = server.small_batches
-    if steps is None:
-        server.host_planned.begin_step(Phase.DECODE)
-        return server.host_planned.forward(Routing(0, 1, x, ids, weights), activation)
+    assert steps is not None
     steps.settle()
     steps.tell(len(x))
     run: Callable[..., Tensor] = steps.forward if len(x) <= SMALL_BATCH_ROWS else steps.forward_large

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.migration import OUTCOMES, MigrationStats
 from vllm_dymoe.cache.transfer import Reason
 from vllm_dymoe.executor.host_planned import HostPlannedLayers
@@ -59,7 +60,6 @@ class ServerStats:
     bytes_moved: dict[str, int] = _count("Their bytes.", "reason", name="transferred_bytes")
     host_hits: int = _count("Misses found in host memory, if that is a cache.")
     host_misses: int = _count("Misses that had to be read from disk.")
-    host_predictions: dict[str, int] = _count("Slices read ahead from disk into host memory.", "outcome")
     host_slices: int = _now("Slices in host memory, if that is a cache.")
     host_bytes: int = _now("Its bytes.")
     disk_bytes: int = _count("Bytes read from the store's files.")
@@ -88,12 +88,13 @@ class ServerStats:
 
     @classmethod
     def collect(
-        cls, serving: HostPlannedLayers, predictor: Measured | None, predictor_bytes: int, intervals: dict[str, int]
-    ) -> "ServerStats":
+        cls, serving: HostPlannedLayers, host_cache: HostCache | None, predictor: Measured | None,
+        predictor_bytes: int, intervals: dict[str, int],
+    ) -> "ServerStats":  # fmt: skip
         """Collect a snapshot; ``intervals`` is ``prefetch_interval``."""
         counts, prefetch = serving.counts, serving.prefetch_stats
         transfer, cache, migration = serving.engine.stats, serving.cache, serving.migration
-        host_cache, disk = serving.host_cache, serving.disk
+        disk = serving.disk
         plan, moved = cache.slot_plan, migration.stats if migration else MigrationStats()
         return cls(
             planned={precision.value: counts.planned[precision] for precision in Precision},
@@ -103,7 +104,6 @@ class ServerStats:
             transfers={reason.name.lower(): transfer.transfers[reason] for reason in Reason},
             host_hits=host_cache.slots.counts.hits if host_cache else 0,
             host_misses=host_cache.slots.counts.misses if host_cache else 0,
-            host_predictions=asdict(host_cache.slots.counts.predictions) if host_cache else {},
             host_slices=len(host_cache.slots.held) - len(host_cache.slots.coming) if host_cache else 0,
             host_bytes=host_cache.slots.nbytes if host_cache else 0,
             disk_bytes=disk.nbytes,

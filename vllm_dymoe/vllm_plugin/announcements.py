@@ -79,7 +79,7 @@ def describe_server(server: ExpertServer, rank: str = "", place: str = "") -> st
 
 def _planning(server: ExpertServer) -> str:
     if server.small_batches is None:
-        return f"the host{f', because {server.host_plans_because}' if server.host_plans_because else ''}"
+        return "the host"
     said = f"the device ({server.small_batches.kernel.name})"
     # Bytes of the experts that layers do not keep, each once: at the high version if there are two.
     plan, memory, experts = server.slot_plan, server.cache, server.experts
@@ -139,7 +139,7 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
     shares = server.policy.precision.all_shares(experts)
     found = []
     asked = options.model_fields_set & {"policy", "policy_options", "predictor"}
-    if asked and server.policy.prefetch is not None and server.device.type == "cpu" and options.link_gbps is None:
+    if asked and server.policy.prefetch is not None and options.plain_cpu(server.device.type):
         found.append(
             f'policy "{options.policy}" prefetches nothing while experts come from memory or the page cache, '
             "because the cores that would copy them also compute; prefetch works from a disk, on a GPU, and "

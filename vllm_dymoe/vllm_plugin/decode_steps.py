@@ -39,6 +39,11 @@ class DecodeSteps:
         self._tokens, self._large = 0, False  # of the running step
         self._recording = self._meets = False
         self._experts: int | None = None  # of all ranks, where a rank has some of them
+        # int32 [layers, rows, top_k], the routers' choices in small batches, which a trace wants: the device plans with
+        # the rank's own numbers of experts.
+        self._everywhere: torch.Tensor | None = None
+        if server.host_planned.records_actions:
+            self._everywhere = torch.empty_like(table.ring_ids[0])
 
     @property
     def path(self) -> SmallBatches:
@@ -71,6 +76,8 @@ class DecodeSteps:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
         if rows <= path.most_rows and (plain or not self._is_large):
+            if here is not ids and self._everywhere is not None and layer.position < self._layers:
+                self._everywhere[layer.position, :rows].copy_(ids)
             return path.forward(layer.position, x, weights, here, layer.activation)
         if plain:
             return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
@@ -135,7 +142,10 @@ class DecodeSteps:
             for layer in range(self._layers):
                 ids, weights = self._table.ring_ids[0, layer, :tokens], self._table.ring_weights[0, layer, :tokens]
                 actions, x = self.path.actions(layer, ids), torch.empty(tokens, 0, device=ids.device)
-                observer.see(self._routing(layer, x, ids, weights, actions=actions))
+                everywhere = None
+                if self._experts is not None and self._everywhere is not None:
+                    everywhere = self._everywhere[layer, :tokens]
+                observer.see(self._routing(layer, x, ids, weights, everywhere, actions))
 
     def end(self) -> None:
         """End a step, drafts included.

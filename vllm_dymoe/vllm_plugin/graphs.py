@@ -1,18 +1,16 @@
 """Chooses the CUDA graphs around or over MoE layers, and logs the choice.
 
-Host code in a captured graph would never run again. With device-side planning there is none, and a decode step is one
-graph. Steps with prompts run without graphs, unless every expert is resident: outside of a graph, experts arrive for
-one layer while another is computed.
+The device plans, so that a decode step is one graph. Steps with prompts run without graphs, unless every expert is
+resident: outside of a graph, experts arrive for one layer while another is computed.
 
-With host-side planning, or if the inputs of routers are recorded, no graph may contain a MoE layer. vLLM's piecewise
-graphs are always split at its operator, because workers fall back to them if attention cannot be captured; its
-breakable graphs are interrupted by it (``moe_method``).
+If the inputs of routers are recorded, no graph may contain a MoE layer, because host code in a captured graph would
+never run again. vLLM's piecewise graphs are always split at its operator, because workers fall back to them if
+attention cannot be captured; its breakable graphs are interrupted by it (``moe_method``).
 """
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.model_files import meets
@@ -25,7 +23,7 @@ OVER_STEPS = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 def settle_graphs(
     config: VllmConfig,
     *,
-    needs_no_host: bool = False,  # steps are planned by the device, and no inputs of routers are recorded
+    over_layers: bool = True,  # graphs may contain MoE layers: no inputs of routers are recorded
     recorded: bool = False,  # routing is recorded, which only graphs of small-batch steps do
     complete: bool = False,  # every expert is resident in some version, and prompts are computed like other tokens
 ) -> None:
@@ -35,7 +33,7 @@ def settle_graphs(
     """
     settings = config.compilation_config
     asked = settings.cudagraph_mode
-    sizes = _decode_sizes(config, recorded=recorded) if needs_no_host else []
+    sizes = _decode_sizes(config, recorded=recorded) if over_layers else []
     mode, reason = _choose(config, asked, over_steps=bool(sizes))
     pieces = settings.is_attention_compiled_piecewise() and not _breakable()
     if mode == CUDAGraphMode.FULL_DECODE_ONLY and asked == CUDAGraphMode.FULL_AND_PIECEWISE and complete and pieces:
@@ -54,35 +52,8 @@ def settle_graphs(
         _say(asked, mode, reason, settings.max_cudagraph_capture_size)
 
 
-def leave_layers_out(config: VllmConfig, why: str) -> None:
-    """Exclude MoE layers from graphs after all, because the device does not plan.
-
-    Called in a worker before it captures.
-
-    Args:
-        why: the reason why the device does not plan.
-    """
-    settings = config.compilation_config
-    before = settings.cudagraph_mode
-    if before in OVER_STEPS:
-        settings.cudagraph_mode, _ = _choose(config, before, over_steps=False)
-        if before == CUDAGraphMode.FULL_AND_PIECEWISE:  # its pieces contain MoE layers
-            settings.cudagraph_mode = CUDAGraphMode.NONE
-        logger.warning(
-            "vllm-dymoe: no CUDA graphs over whole decode steps (cudagraph_mode %s becomes %s), because %s.",
-            before.name, settings.cudagraph_mode.name, why,
-        )  # fmt: skip
-
-
 def is_captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def refused_capture(layer_name: str) -> ConfigError:
-    return ConfigError(
-        f"vllm-dymoe: vLLM captures {layer_name} in a CUDA graph, which would use the captured experts for "
-        'ever; start with --compilation-config \'{"cudagraph_mode": "NONE"}\', and please report this model.'
-    )
 
 
 def _choose(config: VllmConfig, asked: CUDAGraphMode, *, over_steps: bool) -> tuple[CUDAGraphMode, str]:
@@ -144,16 +115,16 @@ def _say(asked: CUDAGraphMode, mode: CUDAGraphMode, reason: str, largest: int) -
         )
     elif mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.info(
-            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, misses included, because the "
-            "device plans them; other steps run without graphs%s.", largest, becomes,
+            "vllm-dymoe: decode steps of up to %d tokens are one CUDA graph, misses included; other steps run without "
+            "graphs%s.", largest, becomes,
         )  # fmt: skip
     elif mode == CUDAGraphMode.NONE:
         logger.warning(
-            "vllm-dymoe: no CUDA graphs%s, because MoE layers need the host in every step, and %s; this costs most in "
+            "vllm-dymoe: no CUDA graphs%s, because none can contain whole decode steps, and %s; this costs most in "
             "decode.", becomes, reason,
         )  # fmt: skip
     else:
         (logger.warning if becomes else logger.info)(
-            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because these need the host in every step; there "
+            "vllm-dymoe: CUDA graphs are cut at every MoE layer%s, because none can contain whole decode steps; there "
             "are two graphs for each layer.", becomes,
         )  # fmt: skip

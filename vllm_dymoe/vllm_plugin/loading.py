@@ -14,13 +14,11 @@ from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.cache.migration import Agree
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostStore
-from vllm_dymoe.executor.device_planning import plans_on_device, without_device
-from vllm_dymoe.executor.disk_queue import unreadable
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.kernels import Decode, Grouped
 from vllm_dymoe.options import ConfigError, Options
-from vllm_dymoe.policies import Policy, make_policy
+from vllm_dymoe.policies import make_policy
 from vllm_dymoe.prefetch import Predictor, PredictorError, RoutedModel, TrainedPredictor
 from vllm_dymoe.prefetch.gate import FAR
 from vllm_dymoe.prefetch.online import OnlineTraining, network_bytes
@@ -29,12 +27,11 @@ from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import describe
 from vllm_dymoe.server import ExpertServer, minimum_budget
 from vllm_dymoe.server.misses import CHOICES, choose_misses
-from vllm_dymoe.server.self_test import RESULTS, KernelChoice, tested
+from vllm_dymoe.server.self_test import RESULTS, tested
 from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnings
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
-from vllm_dymoe.vllm_plugin.graphs import leave_layers_out
 from vllm_dymoe.vllm_plugin.model_files import expert_ranks, meets
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, held_bytes
 from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
@@ -161,7 +158,7 @@ class Loading:
                 model.close(served=rank_server is not None)
 
     def _run(self, num_experts: int) -> None:
-        options, config, spec, store = self._served_options, self.config, self._model.layers[0], self._model.store
+        options, config, spec, store = self.options, self.config, self._model.layers[0], self._model.store
         assert store is not None
         device = torch.device(config.device_config.device)
         self._predictor_observer.model_loaded(len(self._model.layers))
@@ -178,12 +175,12 @@ class Loading:
             return self._predictor_observer.predictor(self._routed_model())
 
         observation, step = Observation(self._recordable()), RunningStep()
-        late = options.computes_misses or not _computes_in_place(options, device)
+        late = options.computes_misses or not options.plain_cpu(device.type)
         failures = make_step_failures(
             step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
             on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
         )  # fmt: skip
-        server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
+        server = self._server(store, device, predictor, failures.record_late)
         self._warm_up(server)
         self._announce(server, self._model)
 
@@ -200,38 +197,21 @@ class Loading:
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
         late = rank_server.failures.record_late
-        server = self._server(store, self._served_options, before.device, predictor, self._obstacle, late)
+        server = self._server(store, before.device, predictor, late)
         self._warm_up(server)
         rank_server.extend(server)
         self._announce(server, draft)
 
-    @property
-    def _served_options(self) -> Options:
-        """The options, with host-side planning where a rank's trace needs it."""
-        shared = self.options.trace is not None and self.config.parallel_config.enable_expert_parallel
-        return without_device(self.options) if shared else self.options
-
     def _warm_up(self, server: ExpertServer) -> None:
-        """Compile what steps of a server need before the first request.
-
-        If the host plans, MoE layers are excluded from graphs instead.
-        """
-        if server.small_batches is None:
-            leave_layers_out(self.config, server.host_plans_because or "the host plans about experts")
-            return
-        for activation in dict.fromkeys(layer.activation for layer in self._layers):
-            server.small_batches.warm_up(activation)
+        """Compile what a device's steps need before the first request."""
+        if server.small_batches is not None:
+            for activation in dict.fromkeys(layer.activation for layer in self._layers):
+                server.small_batches.warm_up(activation)
 
     @property
     def _layers(self) -> list[LayerSpec]:
         """The MoE layers of the model and its draft, so far."""
         return [*self._model.layers, *([] if self._draft is None else self._draft.layers)]
-
-    @property
-    def _obstacle(self) -> str:
-        """Return why the model needs host-side planning in decode; empty if it does not."""
-        on_input = any(layer.weights_on_input for layer in self._layers)
-        return "the router's weights multiply the experts' inputs" if on_input else ""
 
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
         """Log in one line what is active, and log warnings.
@@ -253,27 +233,30 @@ class Loading:
             logger.warning("vllm-dymoe: %s", warning)
 
     def _server(
-        self, store: HostStore, options: Options, device: torch.device,
-        predictor: Predictor | Callable[[bool], Predictor | None] | None, obstacle: str,
-        on_late: Callable[[str], None],
+        self, store: HostStore, device: torch.device,
+        predictor: Predictor | Callable[[bool], Predictor | None] | None, on_late: Callable[[str], None],
     ) -> ExpertServer:  # fmt: skip
-        experts, config = store.experts, self.config
-        mine = self.options
-        policy = make_policy(mine).of_stage(*self.around)
-        least = minimum_budget(experts, mine, policy, workspace_bytes(experts, device.type))
+        experts, config, options = store.experts, self.config, self.options
+        in_place = options.plain_cpu(device.type)
+        if not in_place and any(layer.weights_on_input for layer in self._layers):
+            raise ConfigError(
+                "vllm-dymoe: this model's router weights multiply the experts' inputs, which only a CPU computes so "
+                "far; serve it on a CPU."
+            )
+        policy = make_policy(options).of_stage(*self.around)
+        least = minimum_budget(experts, options, policy, workspace_bytes(experts, device.type))
         try:
             budget = automatic_budget(config, device, experts, least)
         except ConfigError:
             if options.expert_budget.is_auto:
                 raise
             budget = 0  # resizing to it is refused while the model is served
-        if device.type == "cpu" and options.link_gbps is None:
+        if in_place:
             budget = budget_in_host_memory(options, experts, budget, workspace_bytes(experts))
-        if options.misses == "auto" and _computes_in_place(options, device) and store.mapped:
+        if options.misses == "auto" and in_place and store.mapped:
             options = options.model_copy(update={"misses": "compute"})  # on a CPU a slot is the same memory
         given: dict[str, Any] = {
             "predictor": predictor,
-            "obstacle": obstacle,
             "agree": _agreement(config),
             "around": self.around,
             "on_late": on_late,
@@ -285,8 +268,7 @@ class Loading:
             given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
-            found = self._tested(store, options, device, policy, obstacle)
-            given |= {"obstacle": found.obstacle, "decode": found.decode, "grouped": found.grouped}
+            given["decode"], given["grouped"] = self._tested(store, device)
         if options.misses == "auto" and device.type == "cuda":
             rates, activation = self._model.rates, self._model.layers[0].activation
             return choose_misses(
@@ -296,37 +278,30 @@ class Loading:
             )  # fmt: skip
         return ExpertServer(store, options, device, budget, **given)
 
-    def _tested(
-        self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
-    ) -> KernelChoice:
-        """Return which kernels pass the self-test on this card.
+    def _tested(self, store: HostStore, device: torch.device) -> tuple[Decode, Grouped]:
+        """Return the fastest kernels that pass the self-test on this card.
 
-        Args:
-            obstacle: why the host has to plan; empty if it does not. The result has it, or an obstacle that the test
-                found.
+        Raises:
+            ConfigError: none does.
         """
-        rates, missing = self._model.rates, unreadable(store)
+        rates = self._model.rates
         slowest = max(Decode), max(Grouped)
         while True:
-            decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]
             found = [
                 tested(
                     store.experts.of_kind(kind),
-                    options,
+                    self.options,
                     device,
                     list(dict.fromkeys(layer.activation for layer in self._layers)),
-                    device_plans=decides,
                     kept=None if rates is None else rates.with_name(RESULTS),
                     say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
                     at_most=slowest,
                 )
                 for kind in range(len(store.experts.of_kinds))
             ]
-            before, obstacle = obstacle, next(filter(None, (obstacle, *(choice.obstacle for choice in found))), "")
-            slowest = min(choice.decode for choice in found), min(choice.grouped for choice in found)
-            alike = obstacle == before and all((choice.decode, choice.grouped) == slowest for choice in found)
-            if alike or len(found) == 1:  # else some kinds of layers are tested again, as they will be used
-                return KernelChoice(obstacle, *slowest)
+            slowest = min(decode for decode, _ in found), min(grouped for _, grouped in found)
+            if all(choice == slowest for choice in found):
+                return slowest  # else some kinds of layers are tested again, as they will be used
 
     @property
     def _look_ahead(self) -> int:
@@ -412,11 +387,6 @@ def layers_around(own: int) -> tuple[int, int]:
     counts[here] = own
     torch.distributed.all_reduce(counts, group=stages.cpu_group)
     return int(counts[:here].sum()), int(counts[here + 1 :].sum())
-
-
-def _computes_in_place(options: Options, device: torch.device) -> bool:
-    """Return whether experts are computed on a plain CPU, which emulates no card."""
-    return device.type == "cpu" and options.link_gbps is None and options.planning != "device"
 
 
 def _agreement(config: VllmConfig) -> Agree:

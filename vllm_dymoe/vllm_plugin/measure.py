@@ -190,11 +190,14 @@ def _fill_worker(worker: Any) -> None:
 
 
 def fill(server: ExpertServer) -> None:
-    """Fetch every expert to the device, to measure full residency.
+    """Fetch every expert into a slot of a CPU, to measure full residency.
 
-    Otherwise experts that no prompt used would be fetched during the measurement.
+    Otherwise experts that no prompt used would be fetched during the measurement. A device's slots for all experts are
+    filled at start.
     """
-    if Precision.HIGH not in server.policy.precision.precisions or not server.policy.residency.keeps:
+    if server.small_batches is not None or not server.policy.residency.keeps:
+        return
+    if Precision.HIGH not in server.policy.precision.precisions:
         return
     experts, top_k = server.experts, server.experts.top_k
     fmt = next(iter(experts.formats.values()))

@@ -119,9 +119,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             )
         )
         part = get_tensor_model_parallel_rank() if parallel.is_sequence_parallel else None
-        self.layer = RankLayer(
-            layer.layer_name, position, activation, None, weights_on_input, parallel.dp_size > 1, part
-        )
+        self.layer = RankLayer(position, activation, None, weights_on_input, parallel.dp_size > 1, part)
         place, sizes = self.loading.place(position), (hidden_size, intermediate_size_per_partition)
         self._loader = ExpertLoader(layer, place, *sizes, place[0].reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)

@@ -20,7 +20,6 @@ from vllm.platforms import current_platform
 from vllm_dymoe.cache.budget import limit_in_bytes, plan_slots, workspace_bytes
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store import HostRoom, StoreError, choose_host_place
-from vllm_dymoe.executor.device_planning import plans_on_device, without_device
 from vllm_dymoe.experts.encoding import LATTICES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError, Options
@@ -92,13 +91,13 @@ def prepare(config: VllmConfig) -> None:
     except (StoreError, PredictorError, CheckpointError) as error:
         raise ConfigError(f"vllm-dymoe: {error}") from error
     if current_platform.support_static_graph_mode():
-        decides, policy, share = _plans_on_device(config, options), make_policy(options), options.expert_budget
+        policy, share = make_policy(options), options.expert_budget
         there = (policy.residency.migrating is not None and not policy.residency.rescues) or (
             (share.share or 0) >= 1 and len(policy.precision.precisions) == 1
         )
         recorded = options.trace is not None
-        alone = decides and not (options.trace is not None and options.trace.inputs)
-        settle_graphs(config, needs_no_host=alone, recorded=recorded, complete=there and not recorded)
+        over_layers = options.trace is None or not options.trace.inputs
+        settle_graphs(config, over_layers=over_layers, recorded=recorded, complete=there and not recorded)
     _add_worker_methods(config)
     _ask_for_every_weight(config)
 
@@ -318,17 +317,6 @@ def _room(config: VllmConfig, options: Options) -> HostRoom:
     parallel, available = config.parallel_config, available_host_memory()
     replicas = replicas_of_machine(parallel)
     return HostRoom(available, ranks_of_machine(parallel), options.host_memory, replicas=replicas)
-
-
-def _plans_on_device(config: VllmConfig, options: Options) -> bool:
-    """Return whether decode steps will need no host, as far as known here.
-
-    Raises:
-        ConfigError: device-side planning is required but impossible.
-    """
-    if options.trace is not None and config.parallel_config.enable_expert_parallel:
-        options = without_device(options)
-    return plans_on_device(options, make_policy(options), current_platform.device_type)[0]
 
 
 def _add_worker_methods(config: VllmConfig) -> None:

@@ -19,7 +19,7 @@ from vllm_dymoe.vllm_plugin.decode_steps import DecodeSteps
 from vllm_dymoe.vllm_plugin.expert_ids import all_experts, own_ids
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
-from vllm_dymoe.vllm_plugin.graphs import is_captured, refused_capture
+from vllm_dymoe.vllm_plugin.graphs import is_captured
 from vllm_dymoe.vllm_plugin.observers import Observation
 from vllm_dymoe.vllm_plugin.preemptions import Preemptions
 from vllm_dymoe.vllm_plugin.step import PromptTap, RankLayer, RunningStep
@@ -56,7 +56,7 @@ class RankServer:
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def _decode_steps(self) -> DecodeSteps | None:
-        """Return what runs the layers of device-planned steps; None if the host plans."""
+        """Return what runs the layers on a device; None on a plain CPU."""
         if (small_batches := self.server.small_batches) is None:
             return None
         given = small_batches.table, self.step, self.observation, 1 + self._drafted, self.prompts
@@ -80,7 +80,6 @@ class RankServer:
 
         Raises:
             TransferError: in a warm-up that no other rank waits for.
-            ConfigError: the layer is captured.
         """
         server, step, rows = self.server, self.step, x.shape[0]
         tokens, capturing = step.real(rows), is_captured(x)
@@ -89,8 +88,6 @@ class RankServer:
             training.see(layer.position, x, ids)
         if self._decode is not None:
             return self._decode.run(layer, x, weights, ids, capturing=capturing)
-        if capturing:
-            raise refused_capture(layer.name)
         phase, gathered = step.phase, None
         if layer.meets:
             part = layer.part

@@ -35,7 +35,6 @@ WINDOW = 32  # last queries of a prompt, which stand for all of them
 class RankLayer:
     """One MoE layer."""
 
-    name: str  # vLLM's name
     position: int  # among the model's MoE layers, from 0
     activation: Activation
     expert_map: torch.Tensor | None

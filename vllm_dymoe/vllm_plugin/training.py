@@ -15,7 +15,6 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.prefetch import Gate, PredictorError, TrainedPredictor
 from vllm_dymoe.prefetch.online import OnlineTraining
-from vllm_dymoe.prefetch.side_stream import make_side_stream
 from vllm_dymoe.vllm_plugin.announcements import logger, version
 from vllm_dymoe.vllm_plugin.step import RunningStep
 
@@ -72,7 +71,7 @@ class ServedTraining:
     def predictor(self) -> TrainedPredictor:
         """Return a predictor of the network that is trained, which changes in place."""
         network = self.online.network
-        return TrainedPredictor(network, self.online.sizes.top_k, make_side_stream(network.tables.device))
+        return TrainedPredictor(network, self.online.sizes.top_k)
 
     def save(self) -> bool:
         """Write the network if it has improved since the last time.

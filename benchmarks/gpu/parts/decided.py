@@ -22,8 +22,8 @@ from vllm_dymoe.server.stats import ServerStats
 def server_of(
     stack: Stack, store: Any, bits: int, budget: str, kind: type[Exact] = Exact, **options: Any
 ) -> ExpertServer:
-    """Return a server with device-side planning."""
-    return stack.server(store, bits, budget=budget, policy=kind(look_ahead=0), planning="device", **options)
+    """Return a server of an "exact" policy without predictions."""
+    return stack.server(store, bits, budget=budget, policy=kind(look_ahead=0), **options)
 
 
 class DevicePlannedSteps:
@@ -31,7 +31,7 @@ class DevicePlannedSteps:
 
     Args:
         stack: gates.
-        server: with device-side planning.
+        server: of the stack's model.
         tokens: of a step.
         launched: launch each step, instead of replaying a graph.
         large: as a large-batch step.

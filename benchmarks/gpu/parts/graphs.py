@@ -1,6 +1,6 @@
-"""Checks device-planned steps that are replayed as a graph.
+"""Checks steps that are replayed as a graph.
 
-They have to compute what host-planned steps do.
+They have to compute what launched steps do where every expert is resident.
 """
 
 from layers import Model
@@ -20,13 +20,12 @@ def run(record: Recorder) -> None:
     """Check small-batch steps, then large ones in both forms."""
     store = pinned_store(MODEL, BITS)
     for budget in ("100%", "50%", "minimum"):
-        name = f"decode steps that the device plans at {budget}"
-        with record.check(f"{name}: one graph, replayed, the bits of the host's steps at 100%") as wrong:
+        with record.check(f"decode steps at {budget}: one graph, replayed, the bits of launches at 100%") as wrong:
             wrong += _check_decided(store, budget)
     for budget in ("100%", "50%", "minimum"):
         for launched in (False, True):
             form = "launched, copies ahead" if launched else "one graph"
-            with record.check(f"large-batch steps decided on the device at {budget}: {form}, the host's bits") as wrong:
+            with record.check(f"large-batch steps at {budget}: {form}, the bits of launches at 100%") as wrong:
                 wrong += _check_decided(store, budget, tokens=LARGE, launched=launched)
     store.close()
 
@@ -39,17 +38,17 @@ def _check_decided(store: HostStore, budget: str, tokens: int = 0, launched: boo
         launched: launch each step, instead of replaying a graph.
     """
     stack = Stack(MODEL, exact=True)
-    host, device = stack.server(store, BITS[0]), server_of(stack, store, BITS[0], budget)
+    resident, device = stack.server(store, BITS[0]), server_of(stack, store, BITS[0], budget)
     replayed, wrong = DevicePlannedSteps(stack, device, tokens or BATCH, launched=launched, large=tokens > 0), []
     for seed in range(STEPS):
         x = stack.inputs(tokens or BATCH, seed)
-        for got, want in zip(replayed.step(x), stack.step(host, x), strict=True):
+        for got, want in zip(replayed.step(x), stack.step(resident, x), strict=True):
             if not same_bits(got.out, want.out):
-                wrong.append(f"step {seed}, layer {got.layer}: other bits than the host's step gives")
+                wrong.append(f"step {seed}, layer {got.layer}: other bits than launches at 100% give")
     device.check_integrity()
     stats = device.stats()
     if stats.misses == 0 and budget != "100%":
         wrong.append("nothing was fetched")
-    for server in (host, device):
-        server.engine.close()
+    for server in (resident, device):
+        server.close(keep_store=True)
     return wrong

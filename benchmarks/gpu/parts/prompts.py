@@ -84,11 +84,7 @@ def _measure_policy(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, name: str, policy: Policy, budget: str
 ) -> None:
     """Measure a decode step of one token as one graph, planned by the device."""
-    server = stack.server(store, BITS, budget=budget, policy=policy, planning="device", decode=Decode.TENSOR_CORES)
-    if server.small_batches is None:
-        record.say(f"Left out: {name} is not planned on the device, because {server.host_plans_because}.")
-        server.close(keep_store=True)
-        return
+    server = stack.server(store, BITS, budget=budget, policy=policy, decode=Decode.TENSOR_CORES)
     steps = DevicePlannedSteps(stack, server, 1)
     inputs = [stack.inputs(1, seed) for seed in range(DECODE_STEPS)]
     for x in inputs[: DECODE_STEPS // 3]:

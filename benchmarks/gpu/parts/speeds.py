@@ -4,12 +4,11 @@ These are the limits of its memory and its link.
 """
 
 import time
-from statistics import median
 
 import torch
 from experts import captured
 from kernel_speeds import measure
-from layers import LAYERS, Machine, Model, work_of
+from layers import LAYERS, Machine, Model
 from record import Recorder
 
 from parts.decided import DevicePlannedSteps, server_of
@@ -27,7 +26,6 @@ MODEL = Model(layers=4, experts=128, top_k=8, hidden=2048, intermediate=768)
 """Four of Qwen3-30B-A3B's 48 MoE layers, with random weights; 2.7 MB for an expert at 4 bits."""
 BITS = 4
 BUDGETS = ("25%", "50%", "100%")
-PREFETCH = ("none", "next-gate")
 STEPS = {"decode": (1, 50), "prefill": (2048, 4)}
 """Tokens of a step, and number of measured steps."""
 WARM = 20
@@ -55,7 +53,6 @@ def run(record: Recorder) -> None:
         return
     with record.check("the kernels' speeds could be measured"):
         machine = measure(record, KERNEL_LAYERS, ("4", "4/2"), KERNEL_TOKENS)
-    _measure_server(record, machine, store, stack)
     _measure_decided(record, machine, store, stack)
     if native.load() is None:
         record.say("Left out: CPU execution of misses, since the native library was not built here.")
@@ -73,46 +70,11 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
         for budget in BUDGETS:
             server = stack.server(store, BITS, budget=budget)
             outs.append(stack.step(server, inputs)[-1].out.clone())
-            server.engine.close()
+            server.close(keep_store=True)
         for budget, out in zip(BUDGETS, outs, strict=True):
             if not same_bits(out, outs[-1]):
                 wrong.append(f"{budget} gives other bits than {BUDGETS[-1]}; no speed is measured")
     return not wrong
-
-
-def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Measure host-planned steps.
-
-    The median time of a layer is compared with the time to move what had to be moved in the same steps.
-    """
-    cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
-    for phase, budget, prefetch in cases:
-        if budget == "100%" and prefetch != PREFETCH[0]:  # there are no misses
-            continue
-        tokens, steps = STEPS[phase]
-        with record.check(f"the server's {phase} at {budget}, prefetch {prefetch}, could be measured"):
-            server = stack.server(store, BITS, budget=budget, prefetch=prefetch)
-            inputs = [stack.inputs(tokens, seed) for seed in range(steps)]
-            stack.step(server, stack.inputs(STEPS["prefill"][0], steps))
-            for seed in range(WARM if tokens == 1 else 0):
-                stack.step(server, stack.inputs(tokens, steps + 1 + seed))
-            torch.cuda.synchronize()
-            server.reset_stats()
-            times, seen = [], []
-            for x in inputs:
-                begin = time.perf_counter()
-                seen += stack.step(server, x)
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - begin) / MODEL.layers)
-            stats, measured = server.stats(), median(times)
-            on_card = sum(work_of(MODEL, one.ids.tolist(), (BITS,)).seconds(machine) for one in seen) / len(seen)
-            # Experts that were needed and not kept; prefetch turns some into hits, whose bytes came over the link, too.
-            fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes
-            bound = max(on_card, fetched / len(seen) / machine.host_bytes_per_second)
-            name, remark = f"server, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
-            record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured, remark)
-            server.engine.close()
-            del server
 
 
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
@@ -148,7 +110,7 @@ def measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stac
     """
     about = about and f", {about}"
     server = server_of(stack, store, BITS, BUDGETS[0], misses="share")
-    cpu_queue, rates = server.cpu_execution.cpu_queue, server.cpu_execution.rates
+    cpu_queue, rates = server.cpu_execution.worker, server.cpu_execution.rates
     assert rates is not None
     _, steps = STEPS["decode"]
     assert cpu_queue is not None

@@ -6,8 +6,6 @@ It has random experts in a store, random gates, and steps through all of its lay
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +17,13 @@ from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, HostStore, Manifest, whole_host_cache
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.planner.routing import Phase, Routing
+from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.policies import Policy
-from vllm_dymoe.policies.base import PrecisionPolicy
+from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.prefetch import Gate, RoutedModel
 from vllm_dymoe.quantize.dummy import random_store
@@ -35,34 +32,10 @@ from vllm_dymoe.server import ExpertServer
 DEVICE = torch.device("cuda")
 PREFETCH: Mapping[str, Policy] = {"none": Exact(look_ahead=0), "next-gate": Exact()}
 """Policies by their predictors."""
-
-
-@dataclass(frozen=True)
-class NumberPrecision(PrecisionPolicy):
-    """Makes every third expert low."""
-
-    before: Callable[[], None] = lambda: None
-    """Called with each plan, after the host has read a layer's routing and before any transfer or launch for it."""
-
-    def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Return two thirds and one third."""
-        return {Precision.HIGH: [2 / 3] * num_layers, Precision.LOW: [1 / 3] * num_layers}
-
-    def select(self, routing: Routing) -> Mapping[int, Precision]:
-        """Choose by number alone, so that no budget changes the plan."""
-        self.before()
-        return {expert: Precision.LOW if expert % 3 == 0 else Precision.HIGH for expert in routing.active}
-
-
-class ByNumber(Exact):
-    """A policy that chooses precision by an expert's number alone."""
-
-    before: Callable[[], None] = lambda: None
-
-    @cached_property
-    def precision(self) -> PrecisionPolicy:
-        """Both precisions."""
-        return NumberPrecision(frozenset((Precision.HIGH, Precision.LOW)), before=self.before)
+MIXED = {
+    name: Dymoe(retention=0.7, high_by="depth", reuse_high=False, look_ahead=int(name != "none")) for name in PREFETCH
+}
+"""The same with two precisions, chosen by a step's routing alone, so that no budget changes them."""
 
 
 def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
@@ -118,29 +91,21 @@ class Stack:
         budget: str = "100%",
         prefetch: str = "none",
         policy: Policy | None = None,
-        threads: int | None = None,
         decode: Decode = Decode.PLAIN,
         grouped: Grouped = Grouped.PLAIN,
         **options: Any,
     ) -> ExpertServer:
-        """Return a server at a budget, which can also be "minimum".
-
-        With two precisions, an expert's number decides which one it gets.
-        """
+        """Return a server at a budget, which can also be "minimum"."""
         gates = [Gate(lambda x, layer=layer: x @ self._gates[layer].T) for layer in range(self.model.layers)]
         m = self.model
         routed = RoutedModel(m.layers, m.experts, m.top_k, gates, hidden=m.hidden, device=DEVICE)
-        chosen = Options(
-            high=high, low=low, group_size=m.group, expert_budget="100%", **({"planning": "host"} | options)
-        )
+        chosen = Options(high=high, low=low, group_size=m.group, expert_budget="100%", **options)
         prefetching = PREFETCH[prefetch]
-        largest = max(fmt.nbytes for fmt in store.experts.formats.values())
-        engine = None if threads is None else make_engine(store, DEVICE, largest, io_threads=threads)
         if policy is None:
-            policy = ByNumber(look_ahead=prefetching.prefetch is not None) if low else prefetching
+            policy = MIXED[prefetch] if low else prefetching
         predictor = prefetching.prefetch and prefetching.prefetch.make(routed)
         ways: dict[str, Any] = {"decode": decode, "grouped": grouped}
-        server = ExpertServer(store, chosen, DEVICE, policy=policy, engine=engine, predictor=predictor, **ways)
+        server = ExpertServer(store, chosen, DEVICE, policy=policy, predictor=predictor, **ways)
         if budget != "100%":
             server.resize(server.minimum_budget if budget == "minimum" else budget)
         return server
@@ -158,16 +123,32 @@ class Stack:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(tokens, self.model.hidden, generator=generator).to(DTYPE).to(DEVICE)
 
-    def step(self, server: ExpertServer, x: Tensor) -> list[Seen]:
-        """Run all layers in sequence; the host does not wait for the card."""
-        phase = Phase.DECODE if len(x) < 16 else Phase.PREFILL
-        seen = []
+    def step(self, server: ExpertServer, x: Tensor, before: Callable[[], None] = lambda: None) -> list[Seen]:
+        """Run all layers in sequence; the host does not wait for the card.
+
+        Args:
+            before: called before each layer is launched.
+        """
+        path, seen = server.small_batches, list[Seen]()
+        assert path is not None
+        large = len(x) > path.most_rows
+        path.begin_step(len(x), large=large)
+        run = path.forward_large if large else path.forward
         for layer in range(self.model.layers):
             weights, ids = self.route(layer, x)
-            out = server.host_planned.forward(Routing(layer, self.model.layers, x, ids, weights, phase))
+            before()
+            out = run(layer, x, weights, ids, Activation.SILU)
             seen.append(Seen(layer, x, weights, ids, out))
             x = normalized(x + out)
         return seen
+
+    def versions(self, seen: Seen, high: int, low: int) -> dict[int, int]:
+        """Return the bits of each expert of a layer's step."""
+        if not low:
+            return dict.fromkeys(range(self.model.experts), high)
+        given = (tensor.cpu() for tensor in (seen.x, seen.ids, seen.weights))
+        chosen = MIXED["none"].precision.select(Routing(seen.layer, self.model.layers, *given))
+        return {expert: high if precision is Precision.HIGH else low for expert, precision in chosen.items()}
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
         """Return the correct result of a layer, with experts of these bits.

@@ -87,8 +87,6 @@ def test_who_names_experts(page, seed):
         named = {}
         for name, predictor in predictors.items():
             predictor.observe(at)
-            if isinstance(predictor, MeetingOfLayers):
-                predictor.begin(layer)
             named[name] = {candidate.expert for candidate in predictor.predict(layer)}
         if layer < 4:
             assert named["all"] == named["meeting"] <= named["nearest"] <= named["one"]

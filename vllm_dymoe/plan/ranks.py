@@ -77,7 +77,7 @@ class Ranks:
 
     def device(self, card: Device) -> Device:
         """Return a card with the memory and link that one rank has."""
-        return replace(card, link=card.link / self.per_switch, decides=card.decides and not self.meets)
+        return replace(card, link=card.link / self.per_switch)
 
     def sent(self, model: ModelShape, tokens: int) -> tuple[float, float]:
         """Return the bytes that a rank exchanges in a step.

@@ -1,6 +1,6 @@
 """The interface that every kernel implements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -10,9 +10,6 @@ from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.experts.matrix import DTYPES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.planner.plan import LayerPlan
-
-Receive = Callable[[int], None]
-"""Callback with n = 1, 2, 3 before the first n projections (gate, up, down) of any of the experts are read."""
 
 
 class Decode(IntEnum):
@@ -49,7 +46,7 @@ class ExpertKernel(Protocol):
         """
         ...
 
-    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+    def compute(self, items: Sequence[int]) -> None:
         """Write unweighted outputs of experts.
 
         out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them. How items are divided among
@@ -57,7 +54,6 @@ class ExpertKernel(Protocol):
 
         Args:
             items: indices into the plan; the views of these items have been set.
-            receive: called before a projection is read; it may block until the projection has arrived.
 
         Raises TypeError and ValueError as ``check_formats``, and ValueError for a misaligned address.
         """

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import native
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Receive, check_activations, check_formats
+from vllm_dymoe.kernels.base import check_activations, check_formats
 from vllm_dymoe.kernels.torch_experts import compute_with_torch
 from vllm_dymoe.planner.plan import LayerPlan
 
@@ -90,7 +90,7 @@ class CpuKernel:
         self._step = x, plan, out, activation
         self._inputs = None
 
-    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+    def compute(self, items: Sequence[int]) -> None:
         """See :class:`ExpertKernel`.
 
         Raises IndexError if the plan names a row that does not exist.
@@ -99,7 +99,7 @@ class CpuKernel:
         if self.library is None:
             parts = [(item, slice(plan.bounds[item], plan.bounds[item + 1])) for item in items]
             work = [(plan.views[item], plan.rows[part], plan.pairs[part]) for item, part in parts]
-            compute_with_torch(x, work, out, activation, receive or (lambda count: None))  # type: ignore[arg-type]
+            compute_with_torch(x, work, out, activation)  # type: ignore[arg-type]
             return
         if not items:
             return
@@ -120,14 +120,7 @@ class CpuKernel:
             activations, _held = self._room("activations", behind, floats * (last - first))
             layer.items, (layer.item, _) = len(part) // native.ITEM_FIELDS, part.buffer_info()
             layer.activations = activations - 4 * floats * first  # positions count from the step's first one
-            if receive is None:
-                library.experts(layer, phase, native.DOWN)
-            else:
-                receive(1)
-                receive(2)
-                library.experts(layer, phase, native.GATE_UP)
-                receive(3)
-                library.experts(layer, native.DOWN, native.DOWN)
+            library.experts(layer, phase, native.DOWN)
             phase = native.GATE_UP
 
     def _fields(self, items: Sequence[int]) -> "array[int]":

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import BLOCK_ROWS, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Receive, check_formats
+from vllm_dymoe.kernels.base import check_formats
 from vllm_dymoe.kernels.pack import dequantize
 
 _WEIGHTS_AT_ONCE = 1 << 18
@@ -25,7 +25,6 @@ def compute_with_torch(
     work: Sequence[tuple[PackedExpert, Tensor, Tensor]],
     out: Tensor,
     activation: Activation,
-    receive: Receive,
 ) -> None:
     """Implement :meth:`ExpertKernel.compute` expert by expert.
 
@@ -34,23 +33,18 @@ def compute_with_torch(
     """
     for expert, rows, pairs in work:
         check_formats(expert.gate.format, expert.up.format, expert.down.format, x, activation)
-        out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation, receive))
+        out.index_copy_(0, pairs, compute_expert(x.index_select(0, rows), expert, activation))
 
 
-def compute_expert(
-    x: Tensor, expert: PackedExpert, activation: Activation, receive: Receive = lambda projections: None
-) -> Tensor:
+def compute_expert(x: Tensor, expert: PackedExpert, activation: Activation) -> Tensor:
     """Compute one expert, down(activation(gate x, up x)), for x [n, hidden].
 
     Returns:
         a new tensor like x.
     """
-    receive(1)
     gates = linear(x, expert.gate) if activation.has_gate else None
-    receive(2)
     ups = linear(x, expert.up)
     hidden = activation.alone(ups) if gates is None else activation.gated(gates, ups)
-    receive(3)
     return linear(hidden, expert.down)
 
 

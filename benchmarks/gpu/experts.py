@@ -14,7 +14,6 @@ from vllm_dymoe.experts.encoding import MXFP4
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, ExpertKernel, pack, pack_floats, pack_nested
-from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.kernels.triton import ExpertShape, ExpertTable
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
@@ -45,10 +44,9 @@ def compute_experts(
     work: Sequence[ExpertWork],
     out: Tensor,
     activation: Activation,
-    receive: Receive | None = None,
 ) -> None:
     """Begin a step of some experts and compute all of them at once."""
-    kernel.compute(begin_experts(kernel, x, work, out, activation), receive)
+    kernel.compute(begin_experts(kernel, x, work, out, activation))
 
 
 def begin_experts(

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.kernels.base import Decode, Grouped, Receive, check_activations, check_formats
+from vllm_dymoe.kernels.base import Decode, Grouped, check_activations, check_formats
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
 from vllm_dymoe.kernels.triton.launch import (
@@ -98,14 +98,14 @@ class TritonKernel:
         check_activations(x, out)
         self.step = TritonStep(self, x, plan, out, activation)
 
-    def compute(self, items: Sequence[int], receive: Receive | None = None) -> None:
+    def compute(self, items: Sequence[int]) -> None:
         """Compute some items, see :class:`vllm_dymoe.kernels.base.ExpertKernel`.
 
         Once every item has an address, only launches remain, so a graph can capture them.
         """
         step = self.step
         for grouped, work in step.launches(items):
-            self.launch(grouped, step.x, step.out, step.table, work, step.activation, step.tiles, receive)
+            self.launch(grouped, step.x, step.out, step.table, work, step.activation, step.tiles)
 
     def compile(self, table: ExpertTable, activation: Activation) -> None:
         """Compile all variants that later calls for a kind of experts may need.
@@ -141,25 +141,18 @@ class TritonKernel:
         work: WorkList,
         activation: Activation,
         tiles: Tiles,
-        receive: Receive | None = None,
         start: Start = run_kernel,
     ) -> None:
         """Launch gate and up, then down, for one work list."""
         inner = table.shape.intermediate
         used = 2 * inner * work.positions
         hidden = self._memory[:used].view(x.dtype).view(work.positions, inner)
-        if receive is not None:
-            receive(2)  # gate and up are one launch
         if grouped == DECODE:
             scratch = Scratch(self._floats[-(-used // 256) * 64 :], self._semaphores)
             decode_gate_up(x, hidden, table, work, activation, tiles.gate_up, scratch, start=start)
-            if receive is not None:
-                receive(3)
             decode_down(hidden, out, table, work, tiles.down, scratch, start=start)
         else:
             grouped_gate_up(x, hidden, table, work, activation, tiles.grouped_gate_up[grouped], start=start)
-            if receive is not None:
-                receive(3)
             grouped_down(hidden, out, table, work, tiles.grouped_down[grouped], start=start)
 
     def small_batch_step(

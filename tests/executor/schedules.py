@@ -264,9 +264,7 @@ def make_engine(kind, store, history, turns, timeout, program):
     if kind == "disk":
         return TransferEngine(IdleDelivery(store), 2, **settings)
     if kind == "link":
-        delivery = IdleDelivery(store)
-        delivery.demanded_at_once = 1
-        return TransferEngine(delivery, 1, waiters_move=False, **settings)
+        return TransferEngine(IdleDelivery(store), 1, waiters_move=False, **settings)
     chance = random.Random(len(program.steps))
     streams = RecordedStreams(history, turns.pause, lambda: chance.random() < 0.5)
     if kind == "pinned":

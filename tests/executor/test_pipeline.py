@@ -45,11 +45,10 @@ class Script:
     def demand(self, ticket):
         ticket.reason = Reason.DEMAND
 
-    def wait(self, ticket, projections=3):
+    def wait(self, ticket):
         if ticket.state is not State.DONE:
-            self.log.append(f"wait {ticket.key.expert}.{projections}")
-            ticket.arrived = projections
-            ticket.state = State.DONE if projections == 3 else State.RUNNING
+            self.log.append(f"wait {ticket.key.expert}")
+            ticket.arrived, ticket.state = 3, State.DONE
 
     def arrived(self, ticket):
         if self.arrives.get(ticket.key.expert, NEVER) <= self._computed:
@@ -76,10 +75,10 @@ class Script:
             current[:] = [plan]
             begin(x, plan, *rest)
 
-        def listening(items, receive=None):
+        def listening(items):
             experts = [str(self._at[current[0].views[item].gate.weight.data_ptr()]) for item in items]
             self.log.append(f"compute {' '.join(experts)}")
-            compute(items, receive)
+            compute(items)
             self._computed += 1
 
         kernel.begin, kernel.compute = begun, listening
@@ -109,15 +108,14 @@ def step(server, experts):
     return forward(server, 0, x, weights, ids, Activation.SILU)
 
 
-def test_the_link_starts_first_and_each_expert_is_computed_as_its_projections_arrive():
+def test_the_link_starts_first_and_each_expert_is_computed_as_it_arrives():
     server, engine = make({}, resident=[0, 1])
     step(server, [0, 1, 2, 3, 4, 5])
-    as_it_arrives = lambda e: [f"compute {e}", f"wait {e}.1", f"wait {e}.2", f"wait {e}.3"]  # noqa: E731
     assert engine.log == [
         *("ask 2", "ask 3", "compute 1", "compute 0"),
-        *as_it_arrives(2),
-        *("ask 4", *as_it_arrives(3)),  # one slot is computed while the other fills
-        *("ask 5", *as_it_arrives(4), *as_it_arrives(5)),
+        *("wait 2", "compute 2"),
+        *("ask 4", "wait 3", "compute 3"),  # one slot is computed while the other fills
+        *("ask 5", "wait 4", "compute 4", "wait 5", "compute 5"),
     ]
 
 
@@ -143,7 +141,7 @@ def test_cores_that_copy_take_turns_with_computation():
     server, engine = make({}, resident=[0, 1], staging=4)
     engine.occupies_cores = True
     step(server, [0, 1, 2, 3])
-    assert engine.log == ["ask 2", "ask 3", "wait 2.3", "wait 3.3", "compute 0 1 2 3"]
+    assert engine.log == ["ask 2", "ask 3", "wait 2", "wait 3", "compute 0 1 2 3"]
 
 
 def test_without_overlap_nothing_moves_while_anything_computes():
@@ -155,7 +153,7 @@ def test_without_overlap_nothing_moves_while_anything_computes():
     log, asked = engine.log, [entry for entry in engine.log if entry.startswith("ask")]
     assert len(asked) == 6
     for entry, fence in zip(asked, engine.fences, strict=True):
-        begin, end = log.index(entry), log.index(f"wait {entry.split()[1]}.3")
+        begin, end = log.index(entry), log.index(f"wait {entry.split()[1]}")
         assert not any(other.startswith("compute") for other in log[begin:end])
         assert fence == sum(other.startswith("compute") for other in log[:begin]), "behind all that computes"
     assert engine.fences[-1] > 0

@@ -63,7 +63,7 @@ class Link:
         ticket.reason = Reason.DEMAND
         self.demanded.append(ticket)
 
-    def wait(self, ticket, projections=3):
+    def wait(self, ticket):
         assert ticket.state is State.DONE, "only what has arrived is waited for here"
 
     def arrived(self, ticket):

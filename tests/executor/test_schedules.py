@@ -96,11 +96,6 @@ def published_before_completion(monkeypatch):
     monkeypatch.setattr(TransferEngine, "arrived", lambda self, ticket: True)
 
 
-def a_projection_is_read_before_it_is_waited_for(monkeypatch):
-    wait = TransferEngine.wait
-    monkeypatch.setattr(TransferEngine, "wait", lambda self, ticket, count=3: wait(self, ticket, max(count - 1, 1)))
-
-
 def a_running_transfer_is_cancelled_and_its_slot_freed(monkeypatch):
     def cancel(self, ticket):
         with self.lock:
@@ -143,7 +138,6 @@ def slots_are_freed_while_predictions_are_on_their_way(monkeypatch):
 
 FAULTS = [
     (published_before_completion, ("disk", "link")),
-    (a_projection_is_read_before_it_is_waited_for, ("link",)),
     (a_running_transfer_is_cancelled_and_its_slot_freed, ("disk", "link")),
     (settling_does_not_wait, ("disk",)),
     (a_prediction_is_given_up_without_asking, ("disk",)),

@@ -278,27 +278,6 @@ def test_rows_that_are_not_there_are_refused(kernel, tokens, pairs):
     assert not out.any()
 
 
-@pytest.mark.parametrize("kernel", ["AVX512", "torch"])
-@pytest.mark.parametrize("bits", [16, 4])
-def test_no_projection_is_read_before_it_is_there(kernel, bits):
-    """Projections arrive one by one; until then their bytes are the slot's previous contents."""
-    kernel, x = KERNELS[kernel](), random_tokens(3, 64, torch.bfloat16)
-    expert, late = random_expert(64, 64, bits), random_expert(64, 64, bits, seed=7)
-    want, got = (compute(kernel, x, [expert.work([0, 1, 2], [0, 1, 2])], 3) for _ in range(2))
-    got.fill_(float("nan"))
-
-    def receive(count):
-        for theirs, ours in zip((late.gate, late.up, late.down), (expert.gate, expert.up, expert.down), strict=True):
-            theirs.weight.copy_(ours.weight)
-            if ours.scales_zeros is not None:
-                theirs.scales_zeros.copy_(ours.scales_zeros)
-        for theirs in (late.gate, late.up, late.down)[count:]:
-            theirs.weight.view(torch.uint8).fill_(0xFF)
-
-    compute_experts(kernel, x, [late.work([0, 1, 2], [0, 1, 2])], got, Activation.SILU, receive)
-    assert torch.equal(got, want)
-
-
 IDS = torch.tensor([[0, 1, 2], [2, 0, -1], [2, 3, 2]])
 WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.6, 0.3, 0.1]])
 

@@ -105,18 +105,6 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
     assert sum(grid[1] for grid in started) == 2 * 2 * len(work)
 
 
-@pytest.mark.parametrize("count", [1, 20])
-def test_projections_are_received_before_they_are_launched(count):
-    """Gate and up are computed in one launch, for few tokens and for many."""
-    kernel, events, x = make_kernel(), [], random_x(1, 64)
-    step, ((grouped, some),) = prepared(kernel, x, [work_of(random_expert(64, 64, 4), [0] * count, [0] * count)])
-    kernel.launch(
-        grouped, x, x, step.table, some, Activation.SILU, step.tiles,
-        receive=events.append, start=lambda *launch: events.append("launch"),
-    )  # fmt: skip
-    assert events == [2, "launch", 3, "launch"]
-
-
 @pytest.mark.parametrize(
     ("second", "sentence"),
     [

@@ -12,7 +12,6 @@ from tests.kernels.sections import DEVICE
 from tests.kernels.test_triton_kernel import make_kernel, on_device, random_x
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.kernels.triton import kernel as module
 from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
 COUNTS = (1, 3, 20, 70, 2, 5, 16, 130)
@@ -69,28 +68,6 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
             kept += slots.values()
         assert torch.equal(out.view(torch.int16), want.view(torch.int16)), way
     assert not kernel._semaphores.any()
-
-
-def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
-    """The device gets the address of an expert before the expert is waited for."""
-    x, packed, rows, pairs = described_layer()
-    kernel, events = make_kernel(), []
-    kernel.launch = lambda *arguments, start=None: start or arguments[-1](2)
-    out = torch.empty(len(COUNTS) * max(COUNTS), x.shape[1], dtype=x.dtype, device=DEVICE)
-    plan = plan_of(rows, pairs, [0, 1])
-    kernel.begin(x, plan, out, Activation.SILU)
-    plan.place(0, PackedExpert(*packed[0]))
-    kernel.compute([0], lambda count: None)
-    placed = module.place_experts
-
-    def noted(*places, **compiled):
-        events.extend([] if compiled else ["place"])
-        placed(*places, **compiled)
-
-    monkeypatch.setattr(module, "place_experts", noted)
-    plan.place(1, PackedExpert(*packed[1]))
-    kernel.compute([1], lambda count: events.append("receive"))
-    assert events == ["place", "receive"]
 
 
 def test_a_misaligned_place_is_refused():

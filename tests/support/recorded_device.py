@@ -17,7 +17,6 @@ from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.kernels import Activation, ExpertKernel
-from vllm_dymoe.kernels.base import Receive
 from vllm_dymoe.planner.plan import LayerPlan
 
 COMPUTATION = "computation"
@@ -130,22 +129,18 @@ def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, p
         current[:] = [plan]
         begin(x, plan, out, activation)
 
-    def recorded(items: Sequence[int], receive: Receive | None = None) -> None:
-        def read(count: int) -> None:
+    def recorded(items: Sequence[int]) -> None:
+        agent = threading.current_thread() if stream is None else stream
+        for projection in EVERY_PROJECTION:
             pause()
-            if receive is not None:
-                receive(count)
-            agent = threading.current_thread() if stream is None else stream
             if stream is not None:
                 history.follow(stream, history.now(threading.current_thread()))
             for item in items:
                 view = current[0].views[item]
                 assert view is not None
-                matrix = view[count - 1]
-                for stored in (matrix.weight, matrix.residual):
+                for stored in (view[projection].weight, view[projection].residual):
                     if stored is not None:
                         history.read(agent, stored)
-
-        compute(items, read)
+        compute(items)
 
     kernel.begin, kernel.compute = begun, recorded  # type: ignore[method-assign]

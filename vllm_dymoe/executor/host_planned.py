@@ -213,11 +213,9 @@ class HostPlannedLayers:
             if self.prefetcher is not None:
                 self.prefetcher.fill()
         else:
-            grain = {
-                "in_turn": self.engine.occupies_cores or not self.policy.residency.overlaps,
-                "whole": self.policy.residency.whole,
-            }
-            step = LayerStep(layer, in_slots, self.fetcher, self.prefetcher, self.kernel, self.counts, **grain)
+            in_turn = self.engine.occupies_cores or not self.policy.residency.overlaps
+            given = self.fetcher, self.prefetcher, self.kernel, self.counts
+            step = LayerStep(layer, in_slots, *given, in_turn=in_turn)
             step.acquire()
             step.run(x, out, activation, look_ahead)
             if on_cpu:

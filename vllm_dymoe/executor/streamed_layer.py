@@ -1,8 +1,7 @@
 """A layer on a CPU some of whose experts are fetched into slots.
 
 It computes the hits first, and the others as they arrive. The schedule is DuoServe-MoE's (5.2): each expert is fetched
-once, the link starts before anything is computed, and one slot is computed while others fill. As in FIRM-MoE, an
-expert is computed projection by projection.
+once, the link starts before anything is computed, and one slot is computed while others fill.
 
 - While slots are short, an expert that frees one is computed first, because the link must not wait for computation.
 - Otherwise all experts that have arrived are computed together, which costs the host least.
@@ -22,7 +21,6 @@ from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.executor.prefetcher import Prefetcher
-from vllm_dymoe.experts.format import EVERY_PROJECTION
 from vllm_dymoe.kernels import Activation, ExpertKernel
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.plan import LayerPlan
@@ -60,12 +58,11 @@ class LayerStep:
         counts: ResidencyCounts,
         *,
         in_turn: bool,  # wait until all experts that have a slot have arrived, then compute
-        whole: bool = False,  # compute an expert only when all of its projections have arrived
     ) -> None:
         self._layer, self._plan = layer, plan
         self._fetcher, self._prefetcher, self._kernel = fetcher, prefetcher, kernel
         self._memory, self._engine = fetcher.cache, fetcher.engine
-        self._counts, self._in_turn, self._whole = counts, in_turn, whole
+        self._counts, self._in_turn = counts, in_turn
         self._must_keep = False  # misses take slots that the layer keeps, because no staging slot will be free
         self._ready: list[_Held] = []  # experts whose bytes are complete; the latest arrivals are last
         self._arriving: deque[_Held] = deque()  # in the order of their transfers
@@ -201,8 +198,8 @@ class LayerStep:
                 self._foresee(look_ahead)
                 look_ahead = None
                 if self._ready or self._arriving:
-                    self._computing, arriving = self._next()
-                    self._compute(arriving)
+                    self._computing = self._next()
+                    self._compute()
                 elif not (self._fetcher.settle() or self._use_kept_slots()):
                     raise TransferError(
                         "every slot that could take another expert belongs to a read that has not ended; "
@@ -219,22 +216,18 @@ class LayerStep:
         if self._prefetcher:
             self._prefetcher.fill()  # finds no free slot while an expert of this layer waits for one
 
-    def _next(self) -> tuple[list[_Held], bool]:
-        """Choose the experts to compute next.
-
-        Returns:
-            the experts, and whether they are still arriving.
-        """
+    def _next(self) -> list[_Held]:
+        """Choose the experts to compute next; one may be arriving still."""
         ready, arriving = self._ready, self._arriving
         while arriving and (self._in_turn or all(self._engine.arrived(f.ticket) for f in arriving[0].fetches)):
             self._complete(arriving[0])
             ready.append(arriving.popleft())
         if self._first_frees_a_slot():
-            return _last(ready, 1), False
+            return _last(ready, 1)
         if not ready:
-            return [arriving.popleft()], True
+            return [arriving.popleft()]
         # While others wait for slots, compute only the latest arrival: its slot is needed.
-        return _last(ready, 1 if self._missing and not self._in_turn else len(ready)), False
+        return _last(ready, 1 if self._missing and not self._in_turn else len(ready))
 
     def _first_frees_a_slot(self) -> bool:
         """Return whether to compute one expert by itself.
@@ -246,23 +239,12 @@ class LayerStep:
         streamed = any(not fetch.kept for fetch in self._ready[-1].fetches)
         return streamed and self._prefetcher is not None and self._prefetcher.frees_slots_early
 
-    def _compute(self, arriving: bool) -> None:
-        """Compute experts, and free the slots of streamed ones.
-
-        Each projection is computed once all of the experts have it.
-        """
-        computing = self._computing
-
-        def receive(projections: int) -> None:
-            for fetch in (fetch for held in computing for fetch in held.fetches):
-                self._engine.wait(fetch.ticket, projections)
-
-        if arriving and self._whole:
-            receive(len(EVERY_PROJECTION))
-        self._kernel.compute([held.item for held in computing], receive if arriving else None)
-        for held in computing:
+    def _compute(self) -> None:
+        """Compute experts, and free the slots of streamed ones."""
+        for held in self._computing:
             self._complete(held)
-        for fetch in (fetch for held in computing for fetch in held.fetches):
+        self._kernel.compute([held.item for held in self._computing])
+        for fetch in (fetch for held in self._computing for fetch in held.fetches):
             self._fetcher.release(fetch)
         self._computing = []
 

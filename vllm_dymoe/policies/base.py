@@ -196,7 +196,7 @@ class ResidencyPolicy:
     keeps: bool = True  # layers keep experts for later steps
     overlaps: bool = True  # experts arrive while others are computed
     evicts: Eviction = Eviction.COLDEST
-    whole: bool = False  # compute an expert only when all its projections have arrived, instead of one by one
+    whole: bool = False  # of simulated schedules: compute an expert only when all its projections have arrived
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert stays resident; None if steps fetch misses."""
     rescues: bool = False  # steps also fetch some high versions where versions move between steps

@@ -12,8 +12,8 @@ def make_queue(eager=False):
     return TicketQueue(True, eager, lambda: False, threading)
 
 
-def submit(queue, reason, wanted=ALL, at_once=ALL):
-    ticket = Ticket(None, None, reason, wanted=wanted, demanded_at_once=at_once)
+def submit(queue, reason, wanted=ALL):
+    ticket = Ticket(None, None, reason, wanted=wanted)
     return ticket, queue.submit(ticket)
 
 
@@ -39,13 +39,13 @@ def test_demand_then_prefetch_then_migration_and_the_oldest_first():
     assert queue.stats.transfers == {Reason.DEMAND: 2, Reason.PREFETCH: 2, Reason.MIGRATION: 1}
 
 
-def test_what_is_demanded_halfway_goes_on_at_the_borders_of_its_pieces():
+def test_what_is_demanded_halfway_goes_on_in_one_piece():
     queue = make_queue()
-    ticket, _ = submit(queue, Reason.PREFETCH, at_once=2)
+    ticket, _ = submit(queue, Reason.PREFETCH)
     _, piece = queue.take()
     queue.demand(ticket)
     assert queue.arrived(ticket, piece, 1, None) is None
-    assert take_all(queue) == [(ticket, [1]), (ticket, [2])]
+    assert take_all(queue) == [(ticket, [1, 2])]
 
 
 def test_background_begins_only_while_no_demand_runs_and_nothing_is_paused():
@@ -67,24 +67,28 @@ def test_background_begins_only_while_no_demand_runs_and_nothing_is_paused():
 
 def test_a_waiter_begins_what_has_not_begun_and_waits_for_what_runs():
     queue = make_queue()
-    ticket, _ = submit(queue, Reason.DEMAND, at_once=2)
-    piece = queue.wait(ticket, 1, 0, begin=True)
-    assert piece == Piece(Reason.DEMAND, range(2))
+    ticket, _ = submit(queue, Reason.PREFETCH)
+    piece = queue.wait(ticket, 0, begin=True)
+    assert piece == Piece(Reason.PREFETCH, range(1))
     with pytest.raises(TimeoutError):
-        queue.wait(ticket, 1, 0, begin=True)
+        queue.wait(ticket, 0, begin=True)
+    queue.demand(ticket)
     queue.arrived(ticket, piece, 1, None)
-    assert queue.wait(ticket, 2, 0, begin=True) is None
-    assert queue.wait(ticket, 3, 0, begin=True).projections == range(2, 3)
+    rest = queue.wait(ticket, 0, begin=True)
+    assert rest.projections == range(1, 3)
     assert not queue.cancel(ticket)
-    assert queue.failed(ticket, Piece(Reason.DEMAND, range(2, 3)), OSError()) is None
+    assert queue.failed(ticket, rest, OSError()) is None
     assert ticket.state is State.CANCELLED, "it is not wanted any more"
+    other, _ = submit(queue, Reason.DEMAND)
+    queue.arrived(other, queue.wait(other, 0, begin=True), 1, None)
+    assert queue.wait(other, 0, begin=True) is None
 
 
 def test_an_eager_queue_gives_demand_to_the_submitting_thread():
     queue = make_queue(eager=True)
-    ticket, piece = submit(queue, Reason.DEMAND, at_once=2)
-    following = queue.arrived(ticket, piece, 1, None)
-    assert (piece.projections, following.projections) == (range(2), range(2, 3))
+    ticket, piece = submit(queue, Reason.DEMAND)
+    assert piece.projections == range(3)
+    assert queue.arrived(ticket, piece, 1, None) is None
     assert submit(queue, Reason.PREFETCH)[1] is None
 
 

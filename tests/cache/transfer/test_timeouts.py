@@ -69,7 +69,7 @@ def test_a_read_that_does_not_end_is_given_up_with_a_sentence(threads):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
-    """A ticket whose projections are moved by different threads."""
+    """A prediction whose second projection does not come, and then is in demand."""
     threads = DeterministicThreads(History(), seed)
     hanging = []
 
@@ -77,16 +77,15 @@ def test_the_thread_of_a_piece_that_does_not_end_is_replaced_by_its_like(seed):
         def read_into(self, key, destination, projections=EVERY_PROJECTION, *, wait=True):
             if not wait:
                 raise BlockingIOError("not in memory")
-            if key == KEYS[0] and projections.start == 1:
+            if key == KEYS[0] and 1 in projections:
                 hanging.append(True)
                 threads.block(lambda: not hanging)
             super().read_into(key, destination, projections)
 
     delivery = CpuDelivery(Disk(STORE, threads.history, threads.pause))
-    delivery.demanded_at_once = 1
     engine = TransferEngine(delivery, 1, timeout=1.0, concurrency=threads)
     with pytest.raises(TransferError, match="took longer"):
-        engine.wait(engine.submit(KEYS[0], slot(), Reason.DEMAND))
+        engine.wait(engine.submit(KEYS[0], slot(), Reason.PREFETCH))
     hanging.clear()
     ahead = engine.submit(KEYS[1], slot(), Reason.PREFETCH)
     assert threads.block(lambda: ahead.ended, limit=True), "the queue is not served any more"

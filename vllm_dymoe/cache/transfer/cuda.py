@@ -14,7 +14,6 @@ import torch
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.transfer.delivery import Delivery
 from vllm_dymoe.cache.transfer.ticket import Reason, Ticket
-from vllm_dymoe.experts.format import Projection
 
 
 class CudaStreams:
@@ -65,13 +64,6 @@ class StreamDelivery(Delivery):
     the largest packed expert; their number limits the transfers through them.
     """
 
-    demanded_at_once = int(Projection.DOWN)
-    """Gate and up, which one launch computes while down is transferred.
-
-    For one token of Qwen3-30B-A3B at 4 bits that hides 5 us of the 106 us that an expert takes at 25 GB/s, of Mixtral
-    66 us of 3.7 ms. It costs another copy and event for each miss, 5 to 10 us of the host, in which PCIe moves 60 KB
-    (third generation, 16 lanes) to 500 KB (fifth); served experts are larger, 590 KB at 4 bits even in Qwen3-Next.
-    """
     streams: CudaStreams
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.cache.store.disk import Pacer
-from vllm_dymoe.cache.transfer.ticket import ALL, Ticket
+from vllm_dymoe.cache.transfer.ticket import Ticket
 
 if TYPE_CHECKING:
     from vllm_dymoe.cache.transfer.cuda import CudaStreams
@@ -23,10 +23,6 @@ _BLOCK_BYTES = 512  # the unit of getrusage
 class Delivery(ABC):
     """Moves bytes from a store into slots."""
 
-    demanded_at_once = ALL
-    """Projections of a packed expert in one piece of a demand transfer; computation begins with the first piece.
-    Other transfers move one projection at a time.
-    """
     streams: "CudaStreams | None" = None
     """Streams of a device that copies asynchronously; None if the bytes are complete when ``deliver`` returns."""
 
@@ -84,8 +80,6 @@ class EmulatedLink(Delivery):
     transfers, runs concurrently with computation, and takes no core except for the copy itself: it sleeps until the
     last byte would arrive.
     """
-
-    demanded_at_once = 1  # an emulated transfer has no fixed cost
 
     def __init__(self, delivery: Delivery, bytes_per_second: float) -> None:
         super().__init__(delivery.store)

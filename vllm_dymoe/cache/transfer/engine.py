@@ -84,8 +84,7 @@ class TransferEngine:
 
         Takes the arguments of :class:`Ticket`. Raises RuntimeError if the engine is closed.
         """
-        at_once = self._delivery.demanded_at_once
-        ticket = Ticket(key, destination, reason, after, projections, at_once, ready=time.perf_counter())
+        ticket = Ticket(key, destination, reason, after, projections, ready=time.perf_counter())
         piece = self._queue.submit(ticket)
         if piece is not None:
             self._run(ticket, piece)
@@ -96,10 +95,9 @@ class TransferEngine:
         if ticket.reason is not Reason.DEMAND:
             self._run(ticket, self._queue.demand(ticket))
 
-    def wait(self, ticket: Ticket, projections: int = ALL) -> None:
-        """Wait until computation issued from now on will see the first ``projections``.
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until computation issued from now on will see the whole packed expert.
 
-        Demands the whole packed expert. Computation is ordered after the copies of these projections only.
         TransferError if the transfer failed, was cancelled, or took longer than the timeout.
         """
         begin = time.perf_counter()
@@ -108,7 +106,7 @@ class TransferEngine:
                 self.demand(ticket)
             while True:
                 try:
-                    piece = self._queue.wait(ticket, projections, self._timeout, begin=self._waiters_move)
+                    piece = self._queue.wait(ticket, self._timeout, begin=self._waiters_move)
                 except TimeoutError:
                     if self._queue.cancel(ticket) or self._workers.orphan(ticket):  # it has not ended just now
                         self._queue.stats.failed += 1
@@ -127,10 +125,7 @@ class TransferEngine:
             if ticket.state is State.CANCELLED:
                 raise TransferError(f"the transfer of {ticket.key} was cancelled")
             while ticket.followed < len(ticket.fences):
-                first, event = ticket.fences[ticket.followed]
-                if first >= projections:  # the others may still be running
-                    break
-                self._streams.computation_waits(event)
+                self._streams.computation_waits(ticket.fences[ticket.followed])
                 ticket.followed += 1
         finally:
             self._queue.stats.exposed_wait_seconds += time.perf_counter() - begin
@@ -140,7 +135,7 @@ class TransferEngine:
 
         Then neither ``wait`` nor computation would block.
         """
-        return ticket.state is State.DONE and all(self._streams.happened(event) for _, event in ticket.fences)
+        return ticket.state is State.DONE and all(map(self._streams.happened, ticket.fences))
 
     def cancel(self, ticket: Ticket) -> bool:
         """Cancel a transfer, or what follows its moving piece.
@@ -165,11 +160,11 @@ class TransferEngine:
         if not self._queue.cancel(ticket):
             patience = self._timeout and min(self._timeout, _SECONDS_TO_SETTLE)
             try:
-                self._queue.wait(ticket, ALL, 0 if ticket.orphaned else patience)
+                self._queue.wait(ticket, 0 if ticket.orphaned else patience)
             except TimeoutError:
                 if self._workers.orphan(ticket):
                     return False
-        for _, event in ticket.fences:
+        for event in ticket.fences:
             self._streams.synchronize(event)
         return True
 

@@ -77,24 +77,21 @@ class TicketQueue:
                 self._moved.notify_all()
             return ticket.state is State.CANCELLED
 
-    def wait(self, ticket: Ticket, projections: int, timeout: float | None, *, begin: bool = False) -> Piece | None:
-        """Block until the first projections have arrived or the ticket has ended.
+    def wait(self, ticket: Ticket, timeout: float | None, *, begin: bool = False) -> Piece | None:
+        """Block until everything has arrived or the ticket has ended.
 
         With ``begin`` it returns the next piece as soon as the ticket is pending, for the caller to move; otherwise
         None. TimeoutError after ``timeout`` seconds.
         """
         with self.lock:
-            if ticket.arrived >= projections:
+            if ticket.arrived == ALL:
                 return None
             if begin and ticket.state is State.PENDING:
                 return self._begin(ticket)
 
-            def over() -> bool:
-                return ticket.arrived >= projections or ticket.ended
-
-            if not self._wait_for(lambda: over() or (begin and ticket.state is State.PENDING), timeout):
+            if not self._wait_for(lambda: ticket.ended or (begin and ticket.state is State.PENDING), timeout):
                 raise TimeoutError
-            return None if over() else self._begin(ticket)
+            return None if ticket.ended else self._begin(ticket)
 
     def arrived(self, ticket: Ticket, piece: Piece, nbytes: int, fence: Any) -> Piece | None:
         """Record that a piece has arrived, or will have after ``fence``.
@@ -104,7 +101,7 @@ class TicketQueue:
         with self.lock:
             ticket.arrived = piece.projections.stop
             if fence is not None:
-                ticket.fences.append((piece.projections.start, fence))
+                ticket.fences.append(fence)
             self.stats.bytes_moved[piece.reason] += nbytes
             self.stats.transfers[ticket.reason] += ticket.arrived == ALL
             return self._end(ticket, piece)
@@ -187,8 +184,7 @@ class TicketQueue:
         self._running += 1
         demanded = ticket.reason is Reason.DEMAND
         self._demands += demanded
-        size = ticket.demanded_at_once if demanded else 1
-        stop = min(ticket.wanted, size * (ticket.arrived // size + 1))
+        stop = ticket.wanted if demanded else min(ticket.wanted, ticket.arrived + 1)
         return Piece(ticket.reason, range(ticket.arrived, stop))
 
     def _end(self, ticket: Ticket, piece: Piece, error: Exception | None = None) -> Piece | None:

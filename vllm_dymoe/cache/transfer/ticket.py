@@ -54,9 +54,10 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A transfer of one packed expert into one slot, in up to three pieces.
+    """A transfer of one packed expert into one slot.
 
-    Between two pieces a ticket is pending again, so that anything more urgent goes first.
+    In demand it is one piece. Otherwise each projection is one, and between two pieces a ticket is pending again, so
+    that anything more urgent goes first.
     """
 
     key: SliceKey  # which packed expert
@@ -64,13 +65,11 @@ class Ticket:
     reason: Reason  # its priority
     after: Any = None  # event after the slot's last reader; the copy waits for it
     wanted: int = ALL  # number of requested projections, from the first; 0 once it is cancelled
-    demanded_at_once: int = ALL  # projections in a piece while the ticket is in demand; 1 otherwise
     order: int = 0  # its place among tickets of the same reason
     ready: float = 0.0  # when it last began to wait for the link, in seconds of ``time.perf_counter``
     state: State = State.PENDING  # changes under the queue's lock, like the attributes below
     arrived: int = 0  # projections that have arrived, as far as the host knows
-    fences: list[tuple[int, Any]] = field(default_factory=list)
-    """Events after the copies, if the device copies asynchronously, each with its first projection."""
+    fences: list[Any] = field(default_factory=list)  # events after the copies, if the device copies asynchronously
     followed: int = 0  # number of fences that computation is ordered after
     error: BaseException | None = None  # the error of a failed ticket
     handed_over: bool = False

@@ -11,12 +11,12 @@ struct alignas(128) Word { i64 value; };
 
 struct QueueControl {
     Word posted, answered, stop;                // written by the device; by poller and watchdog; by the host
-    i64 depth, entry_bytes, items, ids, x, out; // number of entries, bytes of each, and offsets in it
+    i64 depth, entry_bytes, items, ids, weights, x, out; // number of entries, bytes of each, and offsets in it
     i64 top_k, hidden;
     i64 busy_ns, rows;                          // work that the poller has done so far
 };
 
-struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns; };
+struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns, on_input; };
 struct Call { i64 expert, tag, sections[3], residual[3]; };
 struct Form { i64 tag, number; };
 
@@ -41,17 +41,18 @@ static void rest(i64 times) {
     nanosleep(&nap, nullptr);
 }
 
-// Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. An entry has at most
-// `tokens` rows of the layer's scratch, and at most `positions` positions. With `spin_ns`, threads of its own spin for so
-// long after each answer, and take the place of `parallel`.
+// Answer entries until `stop`. Each layer has `versions` forms, which give the matrices for its experts with a tag. An
+// entry has at most `tokens` tokens; the layer's scratch has a row for each pair of them. With `spin_ns`, threads of its
+// own spin for so long after each answer, and take the place of `parallel`.
 API void dymoe_answer(
-    QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
+    QueueControl* control, Layer* layer, const Form* forms, i64 versions, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
     Team team(spin_ns ? std::max<i64>(layer->threads - 1, 0) : 0, spin_ns);
     team_of_thread = &team;
     if (spin_ns) parallel = run_team;
     i64 since = nanoseconds();
     std::vector<i64> rows, pairs;
     std::vector<Item> items;
+    std::vector<uint16_t> scaled;
     layer->hidden = control->hidden;
     for (i64 idle = 0; !__atomic_load_n(&control->stop.value, __ATOMIC_ACQUIRE);) {
         i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE);
@@ -66,13 +67,14 @@ API void dymoe_answer(
         Entry* entry = (Entry*)at;
         const Call* calls = (const Call*)(at + control->items);
         const int32_t* ids = (const int32_t*)(at + control->ids);
+        const Form* of_layer = forms + entry->layer * versions;
         const i64 began = nanoseconds();
         bool good = entry->number == number && entry->tokens <= tokens;
         rows.clear(), pairs.clear(), items.clear();
         for (i64 c = 0; good && c < entry->count; c++) {
             const Call& call = calls[c];
             Item item = {{call.sections[0], call.sections[1], call.sections[2]}, {call.residual[0], call.residual[1], call.residual[2]}, -1, (i64)rows.size(), 0};
-            for (i64 k = 0; k < kinds; k++) if (forms[k].tag == call.tag) item.form = forms[k].number;
+            for (i64 v = 0; v < versions; v++) if (of_layer[v].tag == call.tag) item.form = of_layer[v].number;
             for (i64 pair = 0; pair < entry->tokens * control->top_k; pair++)
                 if (ids[pair] == call.expert) rows.push_back(pair / control->top_k), pairs.push_back(pair);
             item.count = (i64)rows.size() - item.first;
@@ -86,6 +88,15 @@ API void dymoe_answer(
         layer->tokens = entry->tokens, layer->items = items.size(), layer->positions = rows.size();
         layer->out_rows = entry->tokens * control->top_k;
         layer->x = (const uint16_t*)(at + control->x), layer->out = (uint16_t*)(at + control->out);
+        if (entry->on_input) {  // weights multiply the inputs, so each position has a row of its own
+            const float* weights = (const float*)(at + control->weights);
+            scaled.resize(rows.size() * control->hidden);
+            for (size_t n = 0; n < rows.size(); n++) {
+                scale_row(layer->x + rows[n] * control->hidden, weights[pairs[n]], control->hidden, layer->dtype, scaled.data() + n * control->hidden);
+                rows[n] = (i64)n;
+            }
+            layer->x = scaled.data(), layer->tokens = (i64)rows.size();
+        }
         layer->item = items.data(), layer->rows = rows.data(), layer->pairs = pairs.data();
         layer->phase = READ, layer->last = DOWN;
         dymoe_experts(layer, isa, parallel);

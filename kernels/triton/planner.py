@@ -3,7 +3,7 @@
 Plain twin, bit for bit: ``vllm_dymoe.planner.small_batch.plan_small_batch``. Names are those of ``Table`` and
 ``LayerPlan`` there. Only integers are compared, so no order of additions matters.
 
-One program of four warps is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
+One program is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
 chunks. Work that takes a turn for each expert (its slot, its victim) is done for misses only, each of which occupies
 the link a hundred times as long.
 """
@@ -28,9 +28,9 @@ from vllm_dymoe.planner.constants import (
 )
 from vllm_dymoe.planner.threshold import GAIN, MOST
 
-# Elements of a chunk of pairs times experts: 16 for each thread, and twice as many registers if they are int64.
-ELEMENTS_AT_ONCE = 2048
-WARPS = 4
+WARPS = 4  # of a program of up to 512 experts, four for each thread
+# Elements for each thread of a chunk of pairs times experts; twice as many registers if they are int64.
+_ELEMENTS_AT_ONCE = 16
 
 _AGING = tl.constexpr(AGING)
 _AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
@@ -81,6 +81,15 @@ _OF_PLAN = (
 )  # fmt: skip
 
 
+def program_of(width: int) -> tuple[int, int]:
+    """Return the warps of a program with vectors of ``width`` experts, and the pairs that it compares at a time.
+
+    With four warps, vectors of 1024 experts would not fit into registers.
+    """
+    warps = WARPS * max(1, width // 512)
+    return warps, min(width, _ELEMENTS_AT_ONCE * 32 * warps // width)
+
+
 def plan_small_batch_on_gpu(
     table: Mapping[str, Tensor],
     layer: int,
@@ -92,6 +101,7 @@ def plan_small_batch_on_gpu(
     chunks: int = 0,
     marked: bool = False,
     on_cpu: bool = False,
+    weights_on_input: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """Run ``plan_small_batch`` on the device, in one launch.
@@ -106,6 +116,7 @@ def plan_small_batch_on_gpu(
         chunks: of a large-batch step, whose pairs ``large_batch`` has counted and will place.
         marked: pairs of prompts and of heavy hitters have been counted, too.
         on_cpu: whether the CPU may execute some experts; otherwise the table's costs are not read.
+        weights_on_input: see ``plan_small_batch``; in a large batch pairs are placed later.
         start: launch, or only compile.
 
     Raises:
@@ -122,6 +133,7 @@ def plan_small_batch_on_gpu(
     if tokens > ring_tokens and not chunks:
         raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
     width = experts_width(experts)
+    warps, chunk = program_of(width)
     start(
         decide_kernel,
         (1,),
@@ -147,10 +159,11 @@ def plan_small_batch_on_gpu(
             "LARGE": chunks > 0,
             "MARKED": marked,
             "CPU": on_cpu,
+            "ON_INPUT": weights_on_input,
             "WIDTH": width,
-            "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
+            "CHUNK": chunk,
         },
-        {"num_warps": WARPS},
+        {"num_warps": warps},
     )
 
 
@@ -224,6 +237,7 @@ def decide_kernel(
     LARGE: tl.constexpr,
     MARKED: tl.constexpr,
     CPU: tl.constexpr,
+    ON_INPUT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -244,6 +258,7 @@ def decide_kernel(
         LARGE: pairs are counted already, and placed later; nothing is recorded.
         MARKED: prompts and other tokens have their own measures, and an expert needs to meet one of them.
         CPU: whether the CPU executes some of the experts.
+        ON_INPUT: weights multiply inputs, which have a row for each pair.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -284,8 +299,7 @@ def decide_kernel(
     wanted = precisions_of(others, counted_others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
     number_high = number_of((wanted == 2) & (sums != 0))
     wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
-    width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
-    uses = active & (width != 0)
+    uses = active & (tl.where(wanted == 2, tl.load(bits + 7), tl.load(bits + 4)) != 0)
 
     row = layer * EXPERTS + expert
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
@@ -460,7 +474,6 @@ def decide_kernel(
             uses, pool + computed_precision, slot_bytes + computed_precision,
             source + row.to(tl.int64) * 3 + computed_precision, offsets + 3 * computed_precision, empty, expert,
         )  # fmt: skip
-    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
     tl.store(item_count, items)
     tl.store(item_experts + item, expert, mask=uses)
     tl.store(item_precisions + item, computed_precision, mask=uses)
@@ -470,6 +483,7 @@ def decide_kernel(
     tl.store(item_experts + expert, -1, mask=empty)
     tl.store(item_precisions + expert, 0, mask=empty)
     for column in tl.static_range(3):
+        width = tl.where(high, tl.load(bits + 6 + column), tl.load(bits + 3 + column))
         tl.store(item_bits + 3 * item + column, width, mask=uses)
         tl.store(item_bits + 3 * expert + column, 0, mask=empty)
         tl.store(item_work + 3 * expert + column, 0, mask=empty)
@@ -492,7 +506,7 @@ def decide_kernel(
             inside = inside & (begin_at >= 0)
             position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
             tl.store(item_pairs + position, pair, mask=inside)
-            tl.store(item_rows + position, pair // TOP_K, mask=inside)
+            tl.store(item_rows + position, row_of(pair, TOP_K, ON_INPUT), mask=inside)
             beyond = (pair >= total) & (pair < tokens * TOP_K)
             tl.store(item_pairs + pair, 0, mask=beyond)
             tl.store(item_rows + pair, 0, mask=beyond)
@@ -501,7 +515,7 @@ def decide_kernel(
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
             wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
-            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K)
+            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K, ON_INPUT)
             tl.store(item_weights + pair, weight, mask=pair < tokens * TOP_K)
         tell_outside(outside + layer, wrong)
 
@@ -735,8 +749,17 @@ def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """Return the weights of some pairs, float32.
+def row_of(pair, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr):
+    """Return the rows of the input that some pairs read."""
+    return pair if ON_INPUT else pair // TOP_K
+
+
+@triton.jit
+def weights_of(
+    weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    ON_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of the outputs of some pairs, float32.
 
     If it is asked for, they take over those of a token's skipped experts.
 
@@ -745,18 +768,27 @@ def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.cons
         pair: the pairs' numbers; weights from `count` on are 0.
         renormalizes: of the table.
     """
-    weight = tl.load(weights + pair, mask=pair < count, other=0.0)
+    weight = _weight_at(weights, pair, pair < count, ON_INPUT)
     if tl.load(renormalizes) != 0:
         here = tl.where(pair < 0, weight, 0.0)  # zeros
         stays = here
         for k in range(TOP_K):
             other = pair // TOP_K * TOP_K + k
             one_id, inside = ids_of(ids, other, count, EXPERTS)
-            one = tl.load(weights + other, mask=inside, other=0.0)
+            one = _weight_at(weights, other, inside, ON_INPUT)
             here += one
             stays += tl.where(tl.load(begins + one_id, mask=inside, other=-1) >= 0, one, 0.0)
         weight = weight * tl.where(stays > 0, tl.div_rn(here, stays), 1.0)
     return weight
+
+
+@triton.jit
+def _weight_at(weights, pair, inside, ON_INPUT: tl.constexpr):
+    """Return what outputs are multiplied with: the router's weight, or 1 if that multiplies inputs; 0 elsewhere."""
+    if ON_INPUT:
+        return tl.where(inside, 1.0, 0.0)
+    else:
+        return tl.load(weights + pair, mask=inside, other=0.0)
 
 
 @triton.jit

@@ -43,9 +43,9 @@ def device_planned_server(store, budget="50%", policy=None, **options):
     return server
 
 
-def decode(server, layer, x, weights, ids, activation=Activation.SILU, rows=None):
+def decode(server, layer, x, weights, ids, activation=Activation.SILU, rows=None, **told):
     server.small_batches.tell(len(x) if rows is None else rows)
-    out = server.small_batches.forward(layer, x, weights, ids, activation)
+    out = server.small_batches.forward(layer, x, weights, ids, activation, **told)
     server.small_batches.tell(0)
     return out
 
@@ -57,15 +57,15 @@ def run_large_batch(server, layer, x, weights, ids, activation=Activation.SILU, 
     return out
 
 
-def run_device_planned(server, steps, activation=Activation.SILU):
-    return run_on_card(server, steps, activation, check_device_planned)
+def run_device_planned(server, steps, activation=Activation.SILU, **told):
+    return run_on_card(server, steps, activation, check_device_planned, **told)
 
 
-def run_on_card(server, steps, activation=Activation.SILU, check=ExpertServer.check_integrity):
+def run_on_card(server, steps, activation=Activation.SILU, check=ExpertServer.check_integrity, **told):
     outputs = []
     for seed, layer, tokens in steps:
         run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
-        outputs.append(run(server, layer, *random_step(seed, tokens, server.experts), activation))
+        outputs.append(run(server, layer, *random_step(seed, tokens, server.experts), activation, **told))
         check(server)
     return outputs
 

@@ -42,14 +42,16 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
         shape = LargeBatchShape(
             tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None,
-            decoded=(2, 4)[seed % 2],
+            decoded=(2, 4)[seed % 2], weights_on_input=seed % 5 == 1,
         )  # fmt: skip
         layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
         twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
 
 
-@pytest.mark.parametrize(("experts", "top_k", "tokens", "nested"), [(512, 10, 40, False), (33, 4, 700, True)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens", "nested"), [(1024, 10, 40, True), (512, 10, 40, False), (33, 4, 700, True)]
+)
 def test_sizes_of_models(experts, top_k, tokens, nested):
     """Two precisions, the second of which is counted in several chunks."""
     quotas = {LOW: [experts // 2] * LAYERS, HIGH: [experts // 4] * LAYERS}

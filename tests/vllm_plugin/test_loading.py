@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.errors import refused
 from tests.small_model import fill, make_experts, random_weight
 from vllm_dymoe.cache.store import HostPlace, Manifest, StoreError
 from vllm_dymoe.cache.store.writer import StoreWriter
@@ -90,13 +89,6 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
     assert layer_numbers(["model.layers.3.mlp.experts", "model.layers.5.mlp.experts"]) == (3, 5)
     both = [f"layers.{number}.mlp.{kind}_experts" for number in (1, 2) for kind in ("text", "vision")]
     assert layer_numbers(both) == (1, 4, 2, 5)
-
-
-def test_a_device_refuses_weights_on_inputs():
-    model = Loading(CONFIG, Options(policy="on-demand", link_gbps=1.0), None)
-    model.add_layer(replace(SPEC, weights_on_input=True))
-    with refused("multiply the experts' inputs"):
-        model._server(SimpleNamespace(experts=EXPERTS), torch.device("cpu"), None, print)
 
 
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):

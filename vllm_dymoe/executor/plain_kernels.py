@@ -24,6 +24,7 @@ from vllm_dymoe.planner.plan import Grouped, LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, publish
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
+from vllm_dymoe.planner.weights import weighted_inputs
 
 
 class _Coming(NamedTuple):
@@ -51,8 +52,15 @@ class PlainKernels:
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel = kernel
-        self._of_layers = [{fmt.encoding.tag: fmt for fmt in of_layer.values()} for of_layer in formats]
-        self._formats: Mapping[int, ExpertFormat] = {}  # of the layer that was planned last, by tag
+        self._of_layers = [
+            [
+                {matrix.encoding.tag: matrix for matrix in of_projection}
+                for of_projection in zip(*(fmt.matrices for fmt in of_layer.values()), strict=True)
+            ]
+            for of_layer in formats
+        ]
+        # Of the layer that was planned last: formats of gate, up and down, by their tags.
+        self._formats: Sequence[Mapping[int, MatrixFormat]] = ()
 
     def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
         """Return the same kernels with a worker that brings what is missing into memory."""
@@ -69,13 +77,16 @@ class PlainKernels:
         ids: Tensor,
         activation: Activation,
         cpu_queue: CpuQueue | None,
+        *,
+        weights_on_input: bool = False,
     ) -> Tensor:
-        self.decide(table, layer, ids, weights, rows, plan)
+        self.decide(table, layer, ids, weights, rows, plan, weights_on_input=weights_on_input)
         begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
-            post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
-        step, out = self.begin(x, plan, activation)
+            scales = weights[:real] if weights_on_input else None
+            post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan, scales)
+        step, out = self.begin(weighted_inputs(x, weights) if weights_on_input else x, plan, activation)
         slots = slot_ranges(table)
         actions = plan.action[:, : int(plan.count)]
         hits, on_cpu = (actions == Action.HIT).all(0), (actions == Action.CPU).any(0)
@@ -96,6 +107,9 @@ class PlainKernels:
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
         """Start a step for a device-side plan.
+
+        Args:
+            x: the rows that the plan names.
 
         Returns:
             its host-side plan, and its outputs [tokens * top_k, hidden].
@@ -163,7 +177,7 @@ class PlainKernels:
         step.place(item, PackedExpert(gate, up, down))
         read = 0
         for projection in range(3):
-            matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+            matrix = self._formats[projection][int(plan.bits[item, projection])]
             parts = (matrix.base, matrix) if matrix.nested else (matrix,)
             for part, address in zip(parts, plan.addresses[:, item, projection].tolist(), strict=False):
                 read += 0 if any(address in memory for memory in slots) else part.nbytes
@@ -180,7 +194,7 @@ class PlainKernels:
         return self._free if nbytes else 0.0
 
     def _matrix(self, plan: LayerPlan, item: int, projection: int, through: bool) -> PackedMatrix:
-        matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+        matrix = self._formats[projection][int(plan.bits[item, projection])]
         if not matrix.nested:
             return matrix.view(self._section(plan, (0, item, projection), matrix, through))
         base = matrix.base.view(self._section(plan, (0, item, projection), matrix.base, through))
@@ -218,12 +232,13 @@ class PlainLargeBatch:
         marks: Tensor | None,
     ) -> None:  # fmt: skip
         plan, owner, self._large = self.layer_plan, self._owner, self.lists[layer % 2]
-        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks)
+        on_input = self.shape.weights_on_input
+        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks, weights_on_input=on_input)
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
         self._slots = slot_ranges(self._table)
-        self._step, self._out = owner.begin(x, plan, self._activation)
+        self._step, self._out = owner.begin(weighted_inputs(x, weights) if on_input else x, plan, self._activation)
 
     def copy(self, group: int) -> None:
         spans = self._large.spans[self.shape.spans(group)]

@@ -741,12 +741,6 @@ def _make_decode_kernel(
             "them by critical_counts or thresholds, or serve on a CPU.",
             option="policy",
         )
-    if any(fmt.down is not None for fmt in experts.all_formats):
-        raise ConfigError(
-            "vllm-dymoe: down projections are packed in another format than gate and up, which only a CPU computes so "
-            "far; set high to 16 and low to 0, or serve on a CPU.",
-            option="high",
-        )
     if not parts.device_memory.shares_addresses():
         raise ConfigError(
             "vllm-dymoe: this GPU has other addresses for pinned host memory than the CPU, and its kernels fetch "

@@ -204,9 +204,10 @@ class Loading:
 
     def _warm_up(self, server: ExpertServer) -> None:
         """Compile what a device's steps need before the first request."""
-        if server.small_batches is not None:
-            for activation in dict.fromkeys(layer.activation for layer in self._layers):
-                server.small_batches.warm_up(activation)
+        if server.small_batches is None:
+            return
+        for activation, on_input in dict.fromkeys((layer.activation, layer.weights_on_input) for layer in self._layers):
+            server.small_batches.warm_up(activation, weights_on_input=on_input)
 
     @property
     def _layers(self) -> list[LayerSpec]:
@@ -238,11 +239,6 @@ class Loading:
     ) -> ExpertServer:  # fmt: skip
         experts, config, options = store.experts, self.config, self.options
         in_place = options.plain_cpu(device.type)
-        if not in_place and any(layer.weights_on_input for layer in self._layers):
-            raise ConfigError(
-                "vllm-dymoe: this model's router weights multiply the experts' inputs, which only a CPU computes so "
-                "far; serve it on a CPU."
-            )
         policy = make_policy(options).of_stage(*self.around)
         least = minimum_budget(experts, options, policy, workspace_bytes(experts, device.type))
         try:

@@ -159,7 +159,7 @@ KINDS = {
 def bits_are_equal(name: str, kind: Kind) -> bool:
     """Return whether a cell on the emulated card gives the right bits.
 
-    They are those of host-side planning with every expert resident.
+    They are those of a CPU with every expert resident.
     """
     given = options_of(name)
     budget, policy = given.pop("budget"), POLICIES[name](**given.pop("parameters", {}))

@@ -27,8 +27,8 @@ from vllm_dymoe.planner.table import Table
 class TritonKernels:
     """The SmallBatchKernel of a GPU, or of a CPU in Triton's interpreter.
 
-    It shares its scratch with the kernel of host-planned steps, since both run on one stream. ValueError if the scratch
-    is too small for ``rows`` rows, or if layers have more experts than the planner's kernel supports.
+    ValueError if the kernel's scratch is too small for ``rows`` rows, or if layers have more experts than the planner's
+    kernel supports.
     """
 
     name = "triton"

@@ -31,10 +31,10 @@ from triton.runtime.jit import JITFunction
 
 from tests.executor.device_planned import device_planned_server
 from tests.executor.steps import forward, make_server, random_step
-from tests.executor.test_host_syncs import OnDevice
 from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
+from tests.support.on_device import OnDevice
 from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.executor.triton_kernels import TritonKernels

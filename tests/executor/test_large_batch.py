@@ -14,8 +14,8 @@ from tests.executor.device_planned import (
     run_large_batch,
 )
 from tests.executor.steps import forward, make_server, random_step, run
-from tests.executor.test_host_syncs import OnDevice
 from tests.small_model import make_experts, make_store
+from tests.support.on_device import OnDevice
 from vllm_dymoe.executor.large_batch import LargeBatches
 from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
 from vllm_dymoe.kernels import Activation

@@ -10,8 +10,8 @@ from tests.executor.device_planned import (
     run_device_planned,
 )
 from tests.executor.steps import make_server, random_step, run
-from tests.executor.test_host_syncs import OnDevice
 from tests.small_model import make_experts, make_store
+from tests.support.on_device import OnDevice
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.planner.table import Counter
 from vllm_dymoe.policies import POLICIES

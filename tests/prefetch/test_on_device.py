@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.executor.test_host_syncs import OnDevice
+from tests.support.on_device import OnDevice
 from vllm_dymoe.planner.rule import HIGH
 from vllm_dymoe.planner.table import Table
 from vllm_dymoe.prefetch.on_device import AllExpertsOnDevice, PopularityOnDevice

@@ -387,7 +387,7 @@ def test_ranks_that_do_not_agree_are_found_apart():
 
 
 def test_ranks_with_nothing_to_move_seldom_ask():
-    """Ranks need agree only on time, because each has its own clock."""
+    """Only their clocks can make ranks differ, so they seldom have to agree."""
 
     def run(rank, agree):
         server = dynaexq(STORES[True], agree=agree, window_s=1e9)

@@ -1,4 +1,4 @@
-"""Repeat recorded actions, so that an answer that depends on them is repeated."""
+"""Repeat recorded actions, to reproduce an answer that depends on them."""
 
 from types import SimpleNamespace
 

@@ -292,9 +292,9 @@ class Slow(Predictor):
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(later, waits):
-    """They stay frequent where the layer afterwards waits for the link.
+    """They stay frequent if the layer then has to wait for the link.
 
-    Then the link was busy while the host predicted.
+    In that case the link was busy while the host predicted.
     """
     now = 0.0
 

@@ -1,6 +1,6 @@
 """Faults to plant into `make gpu` on the host, by name.
 
-Each part of the command exists to find one of them.
+The command's parts exist to find them.
 """
 
 

@@ -203,7 +203,7 @@ def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsy
 
 
 def test_the_named_packages_are_enough(gpu):
-    """Besides torch, the parts import only the plugin's dependencies that are named."""
+    """Besides torch's, the parts need only the dependencies that the command names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
     absent = sorted(ours - {"torch", *gpu._PACKAGE} | {"vllm", "transformers", "prometheus_client"})

@@ -15,7 +15,7 @@ CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.
 
 
 def test_every_eight_codes_are_a_point_of_their_own_of_a_moved_e8():
-    """Points are E8 minus a quarter: half-integers of even sum or integers of odd sum."""
+    """A point minus a quarter has half-integers of even sum, or integers of odd sum."""
     found = points(CODES)
     left = found - 0.25
     doubled = (2 * left).round()

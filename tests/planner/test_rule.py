@@ -135,7 +135,7 @@ def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch,
 
 @given(st.integers(0, 1 << 30), st.integers(0, 6), st.integers(1, 300), st.integers(0, 40), st.integers(1, 4))
 def test_the_coldest_are_computed_there_while_that_ends_sooner(seed, share, link, round_trip, most):
-    """The split between link and CPU has the shortest longer side of all splits.
+    """Link and CPU share the misses so that the later of the two ends soonest.
 
     Free slots are filled first; then the CPU takes the coldest misses.
     """

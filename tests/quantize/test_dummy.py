@@ -62,5 +62,5 @@ def test_published_floats_are_finite_and_of_the_usual_size(book):
     fill_randomly(format, section, torch.Generator().manual_seed(0))
     weights = dequantize(format.view(section))
     assert torch.isfinite(weights).all()
-    assert 0.01 < weights.std() < 0.04  # some scales are powers of two, so the size may be off by a factor
+    assert 0.01 < weights.std() < 0.04  # some scales are powers of two, so the size may be off by a factor of 2
     assert weights.unique().numel() >= 15

@@ -1,4 +1,7 @@
-"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
+"""The policy adaptive: dynaexq's minimum, rescued experts, and the waiting dial.
+
+Experts with much weight are rescued; the dial bounds the time that steps wait for them.
+"""
 
 import numpy as np
 import pytest
@@ -28,7 +31,10 @@ FROZEN = {"window_s": 1e9}
 
 
 def adaptive(store, places=4, *, fetches=False, on_device=False, link_gbps=None, **parameters):
-    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
+    """Return a server whose high experts stay the same.
+
+    With ``fetches``, misses come over a link; otherwise the CPU computes them.
+    """
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute",
@@ -54,7 +60,10 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
+    """At threshold 0, answers are those of a server with every expert high.
+
+    At a large threshold they are those of dynaexq.
+    """
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -77,7 +86,10 @@ def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_device_rescues_as_the_host_does(fetches, nested):
-    """Small and large batches; what it fetches takes no slot that versions move through."""
+    """In small and in large batches.
+
+    An expert that is fetched for a rescue takes no slot through which versions migrate.
+    """
     store = STORES[nested]
     places = 4 if nested else 1
     rescued = adaptive(store, places, fetches=fetches, on_device=True, threshold=0.0)
@@ -105,7 +117,10 @@ def test_a_device_rescues_as_the_host_does(fetches, nested):
 
 
 def test_the_dial_follows_what_device_planned_steps_have_fetched():
-    """On an emulated link that is far too slow the threshold rises, and the device has the host's."""
+    """On an emulated link that is far too slow, the threshold rises.
+
+    The device uses the host's threshold.
+    """
     server = adaptive(STORES[True], fetches=True, on_device=True, link_gbps=0.001, wait_share=0.05)
     table, (_, threshold) = server.cache.device_table.table, server.policy.precision.thresholds
     begun = int(threshold[0])
@@ -157,7 +172,10 @@ def test_the_dial_has_two_ends():
 
 
 def controlled(share, waits, steps=4000):
-    """Thresholds and even shares for steps of 10 ms whose waits are a function of the threshold."""
+    """Run the controller on steps of 10 ms; return thresholds and shares of waiting.
+
+    ``waits`` gives a step's wait as a function of the threshold.
+    """
     now, waited, found = [0.0], 0.0, []
     thresholds = Adaptive(wait_share=share).precision.thresholds
     controller = LinkShare(thresholds, share, clock=lambda: now[0])

@@ -1,9 +1,9 @@
-"""How close one layer's experts on a CPU come to the limits of the machine's memory and multipliers.
+"""How close does a layer of experts on a CPU come to the limits of the machine?
 
-Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 per token, random ones with more bytes than caches hold. The bound is
-the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) computes the layer at 4 bits in alternation; it is left out with a message if `pip install xllamacpp` is
-missing.
+The limits are those of memory and of the multipliers. The shape is Qwen3-30B-A3B's: 128 random experts [768, 2048], 8
+per token, which together exceed the caches. The bound is the time that all threads take to read the bytes of the
+experts in use, measured between the steps. llama.cpp (Q4_0, repacked) computes the layer at 4 bits in alternation; if
+it is not installed (`pip install xllamacpp`), a message says so.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
         [--activations 8] [--alone] [--busy]

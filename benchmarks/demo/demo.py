@@ -1,7 +1,7 @@
-"""`make demo`: the shipped model through vLLM with a quarter of its experts on the device.
+"""`make demo`: the shipped model in vLLM, a quarter of its experts resident.
 
-Three engines answer the same prompts in turn, each in its own process: vLLM itself, and vllm-dymoe with 16-bit and with
-4-bit experts. Prints texts, times and bytes, and how many tokens are equal.
+Three engines answer the same prompts in turn, each in its own process: vLLM itself, and vllm-dymoe with experts at 16
+and at 4 bits. The demo prints texts, times and bytes, and how many tokens are equal.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Cut a wheel into pieces that a slow or limited way to another machine lets through, and put them together there.
+"""Cut a wheel into pieces for a slow or limited connection, and join them again.
 
     python benchmarks/gpu/wheel_parts.py split vllm-0.26.0-cp38-abi3-manylinux1_x86_64.whl PIECES --mib 60
     python benchmarks/gpu/wheel_parts.py join PIECES FOLDER

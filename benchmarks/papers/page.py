@@ -224,7 +224,7 @@ def _quality_rows(section: str) -> list[dict[str, Any]]:
 
 
 def _pruned() -> dict[str, dict[tuple[str, str], float]]:
-    """Return KL in nats by retention, and by which experts are kept and how layers differ."""
+    """Return KL in nats, by retention, kept experts, and how layers differ."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for row in _quality_rows("pruning"):
         found.setdefault(f"{row['retention']:g}", {})[row["kept"], row["layers"]] = row["kl_nats"]

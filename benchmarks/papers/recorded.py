@@ -94,7 +94,7 @@ def _windows() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[Trace, torch.Tensor]:
-    """Read windows, and return what every router saw and chose, and the attention that tokens get."""
+    """Read windows; return the routers' inputs and choices, and tokens' attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
@@ -131,7 +131,10 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[T
 
 
 def _attention(layers: Sequence[torch.Tensor], prompt: int) -> torch.Tensor:
-    """Return the attention that a prompt's last queries pay each token, float32 [tokens, layers]; 0 for an answer's."""
+    """Return the attention that a prompt's last queries pay to each token.
+
+    float32 [tokens, layers]; 0 for tokens of an answer.
+    """
     found = torch.zeros(layers[0].shape[-1], len(layers))
     for number, (heads,) in enumerate(layers):
         found[:prompt, number] = heads[:, max(0, prompt - _QUERIES) : prompt, :prompt].mean((0, 1))

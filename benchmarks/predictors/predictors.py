@@ -1,4 +1,6 @@
-"""The accuracy of predictors: whole next layers and single experts, by architecture and by training tokens.
+"""How accurate are predictors, by architecture and by number of training tokens?
+
+Accuracy is measured for whole next layers and for single experts.
 
 A trace of the shipped model is recorded through vLLM: greedy answers to pieces of its held-out texts, on which the
 model was not trained. Some requests are held out; predictors are trained on the others, on all of them or on their

@@ -1,8 +1,9 @@
-"""What does precision cost in quality, and which bytes buy it back? DyMoE's Tables 1 and 2.
+"""What does precision cost in quality, and which bytes buy it back?
 
-The shipped model reads its held-out texts through the real vLLM engine, as prompts and one token at a time, with
-experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json and the
-tables of README.md. Nothing here is a time, so --only SECTION... may measure a part again.
+These are DyMoE's Tables 1 and 2. The shipped model reads its held-out texts through the real vLLM engine, as prompts
+and one token at a time, with experts of every precision, policy and quantizer, and is compared with itself at 16 bits.
+Results go into results.json and into the tables of README.md. Nothing here is a time, so --only SECTION... may measure
+a part again.
 """
 
 import argparse

@@ -87,7 +87,10 @@ class Rescues:
         ]
 
     def threshold(self, quantizer: str, share: float) -> float:
-        """Return the least threshold, in hundredths, that lets through so much of what is missing in decode."""
+        """Return the lowest threshold that fetches only the allowed share.
+
+        It is found in decode, in hundredths.
+        """
         missing: list[float] = []
         for domain in DOMAINS:
             self._serve(quantizer, share, Kind("", "dynaexq", {}), self._warm[domain])

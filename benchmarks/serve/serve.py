@@ -1,13 +1,13 @@
-"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says? How long do starts and prompts take?
+"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says?
 
-    python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, of two quiet cores
+    python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, on two quiet cores
     python benchmarks/serve/serve.py starts                # five minutes, 15 GB of disk, 10 GiB of memory
     python benchmarks/serve/serve.py prefixes              # five minutes
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
-``speeds`` measures every combination of what is open on a CPU, by `vllm-dymoe bench`, in rounds, of which the fastest
-counts: others may use the machine. A run ends after --minutes, and the next one goes on. Results are kept in
-results.json here.
+``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`. It does so in
+rounds, of which the fastest counts, because others may use the machine. A run ends after --minutes, and the next one
+continues it. ``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
 """
 
 import argparse
@@ -181,9 +181,9 @@ def forget(folder: Path) -> None:
 
 
 def fills(work: Path, results: Results) -> None:
-    """Measure in turns: filling memory as a second start does, and what it consists of.
+    """Measure filling memory as a second start does, and its two components.
 
-    That is touching as much fresh memory, and reading the same bytes once.
+    These are touching as much fresh memory, and reading the same bytes once. The three take turns.
     """
     folder = work / "store" / "sizes"
     model = read_model(str(folder_of(WIDE, work)))
@@ -250,7 +250,7 @@ def fill(folder: Path) -> None:
 
 
 def prefixes(work: Path, results: Results) -> None:
-    """Measure first tokens at three budgets: experts in memory, and behind an emulated link."""
+    """Measure first tokens at three budgets, in memory and behind an emulated link."""
     prompts, found = read_prompts("shipped"), {}
     for name, options in (("in memory", {}), ("behind a link of 2 GB/s", {"link_gbps": 2.0})):
         engine = {"max_model_len": 768, "max_num_batched_tokens": 256}

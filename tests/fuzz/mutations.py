@@ -1,4 +1,4 @@
-"""Damage by seed: to bytes, to JSON, and to safetensors files with readable headers."""
+"""Damage to bytes, to JSON, and to safetensors files, all of it by seed."""
 
 import json
 import random

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-INDEX = "pieces.json"  # name of the wheel, and its pieces' digests in their order
+INDEX = "pieces.json"  # the wheel's name, and the digests of its pieces in order
 
 
 def split(wheel: Path, folder: Path, mib: int) -> int:
@@ -51,7 +51,7 @@ def join(folder: Path, into: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Split or join."""
+    """Run the command that was given: split or join."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one, other = commands.add_parser("split"), commands.add_parser("join")

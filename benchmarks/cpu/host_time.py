@@ -37,10 +37,10 @@ SHAPES = {  # layers, experts, experts of a token, hidden, intermediate
 
 
 def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServer:
-    """Return a server whose misses are computed in memory.
+    """Return a server that computes misses in memory.
 
     Args:
-        stepwise: without the native call.
+        stepwise: plan and compute step by step, without the native call.
     """
     options = Options(high=4, low=0, expert_budget=budget, misses="compute")
     engine = make_engine(store, CPU, 0) if stepwise else None
@@ -76,7 +76,7 @@ def measure(store: FileStore, shape: tuple[int, ...], steps: int, tokens: int) -
             fresh = [Routing(r.layer, layers, r.x, r.ids, r.weights) for r in asked]
             begin = time.thread_time()
             outputs = [server.host_planned.forward(routing) for routing in fresh]
-            if step >= steps:  # the first ones fill the slots
+            if step >= steps:  # the first steps fill the slots
                 times[key].append((time.thread_time() - begin) / layers)
             answers.append(outputs)
         if not all(torch.equal(a, b) for outputs in answers for a, b in zip(outputs, answers[0], strict=True)):

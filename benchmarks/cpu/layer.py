@@ -56,7 +56,7 @@ def make_experts(encoding: str, group: int) -> tuple[list[PackedExpert], torch.T
 
 
 class Layer:
-    """A layer in one encoding, and steps of random tokens over it."""
+    """A layer in one encoding, with steps of random tokens."""
 
     def __init__(self, encoding: str, group: int, isa: str | None, activations: int = 16) -> None:
         self.experts, self.arena = make_experts(encoding, group)
@@ -64,7 +64,7 @@ class Layer:
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self, tokens: int) -> tuple[float, int]:
-        """Return the seconds of a step of ``tokens`` tokens, and how many experts it had."""
+        """Return the seconds of a step of ``tokens`` tokens, and its number of experts."""
         ids = torch.rand(tokens, EXPERTS, generator=self._generator).topk(TOP_K, dim=1).indices
         x = torch.randn(tokens, HIDDEN, generator=self._generator).bfloat16()
         grouped = group_by_expert(ids.numpy())
@@ -85,7 +85,7 @@ class Layer:
 
 
 def main() -> None:
-    """Print a row for each code and number of tokens, and one JSON line."""
+    """Print a row for each encoding and number of tokens, and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 512])
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)

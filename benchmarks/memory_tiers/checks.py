@@ -65,12 +65,12 @@ BESIDE = {"unchecked_beside_a_busy_core": SPIN, "unchecked_beside_memory_reads":
 class Unchecked(FileStore):
     """A store that does not verify what it reads.
 
-    So it needs no more threads than the disk does.
+    It therefore needs no more threads than the disk does.
     """
 
     @property
     def depth(self) -> int:
-        """The number of threads."""
+        """Return the number of threads that the disk needs."""
         return self.reading.depth
 
     def check(self, key, read, projections=None):
@@ -93,7 +93,7 @@ def rate(store: FileStore, slots: list[torch.Tensor], seed: int) -> float:
 
 @contextlib.contextmanager
 def beside(program: str, *arguments: float) -> Iterator[None]:
-    """Run a program meanwhile that never ends."""
+    """Run a program that never ends, during the ``with`` block."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout
@@ -107,7 +107,7 @@ def beside(program: str, *arguments: float) -> Iterator[None]:
 def check_seconds(store: FileStore) -> float:
     """Return the seconds of a core to verify one expert.
 
-    They are the median of experts that no cache holds.
+    This is the median over experts that no cache holds.
     """
     keys = list(all_keys(store.experts))[:64]
     held = [torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8) for _ in keys]

@@ -166,10 +166,10 @@ class Bench:
     def row(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
     ) -> dict[str, Any]:
-        """Serve the replayed requests one at a time, after some others.
+        """Serve the replayed requests one at a time, after requests of other texts.
 
         Returns:
-            means with the spread over requests.
+            means, with their spread over the requests.
         """
         share = 1.0 if given is RESIDENT or given == RESIDENT16 else share
         key = json.dumps([given, share, vars(sizes), vars(device), str(how)], sort_keys=True)
@@ -218,7 +218,7 @@ class Bench:
 
 
 def make_policy_of(chosen: Options, network: Path) -> Any:
-    """Return the policy; the paper's own needs a trained network."""
+    """Return the policy; DuoServe-MoE's own needs a trained network."""
     needs = chosen.policy == "duoserve-paper"
     return make_policy(chosen.model_copy(update={"predictor": str(network)}) if needs else chosen)
 
@@ -431,9 +431,9 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
 
 
 def adaptive(bench: Bench) -> dict[str, Any]:
-    """Return the time that fetching high versions costs.
+    """Return the time that fetching high versions costs, by batch.
 
-    It is measured at 4/2 with half and a quarter of the residual slices, by batch.
+    It is measured at 4/2 bits, with half and with a quarter of the residual slices.
     """
     device, window = replace(find_device("a6000", None), decides=True), {"window_s": 0.02}
     rows = {

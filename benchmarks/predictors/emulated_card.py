@@ -55,9 +55,9 @@ WARM_UP = 40  # tokens before those that are measured: the first trial without p
 
 
 class Model:
-    """The shipped model's routing.
+    """The shipped model's routing: tokens to serve, gates, and a network.
 
-    It has tokens to serve, gates, and a network that has learnt from the others.
+    The network was trained on the other tokens.
     """
 
     def __init__(self, trace: Trace, tokens: int) -> None:

@@ -23,8 +23,8 @@ SHIPPED = ROOT / "benchmarks" / "tiny_moe" / "model"
 FORMATS = (
     "awq", "gptq", "compressed-tensors", "mxfp4-compressed-tensors", "nvfp4-modelopt", "fp8-blocks", "mxfp8-modelopt",
 )  # fmt: skip
-WIDE = "wide"  # of Qwen3-30B-A3B's sizes
-LAYERS = 4  # of it
+WIDE = "wide"  # with Qwen3-30B-A3B's sizes
+LAYERS = 4  # layers of the wide model
 NAMES = ("shipped", WIDE, *FORMATS)
 
 

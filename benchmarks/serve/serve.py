@@ -49,7 +49,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"expert_budget": "auto", "host_store": "auto"},
 )
 QUOTED = 24  # layers of Qwen3-30B-A3B's sizes whose second start is measured: what fits into memory here
-MOST = 1.2  # times reading the bytes once that filling memory may take
+MOST = 1.2  # filling memory may take this many times as long as reading the bytes once
 
 
 class Results:
@@ -65,19 +65,19 @@ class Results:
 
 
 def open_options(model: Model) -> list[dict[str, Any]]:
-    """Every combination of what is open on a CPU."""
+    """Return every combination of the options that are open on a CPU."""
     precisions: list[dict[str, Any]] = [{}] if "high" in model.fixed else [{"high": 4}, {"high": 8}]
     dense: list[dict[str, Any]] = [{}] if model.quantized else [{"dense": 16}, {"dense": 8}]
     return [{**high, **of, **place} for high in precisions for of in dense for place in PLACES]
 
 
 def machine_of(model: Model, work: Path, *, retune: bool = False) -> Machine:
-    """This machine, measured for a model's sizes."""
+    """Return this machine, measured for a model's sizes."""
     return machine_here(Probe.of(work, model.shape), work / "machines.json", retune=retune)
 
 
 def workload(name: str) -> tuple[PromptSet, Workload]:
-    """Real prompts, but for a model without a tokenizer."""
+    """Return real prompts, or random ones for a model without a tokenizer."""
     prompts = read_prompts(f"random:{PROMPT}" if name == WIDE else "shipped")
     return prompts, Workload(prompts.digest, prompts.name, prompts.is_random, REQUESTS, WARM_UP, TOKENS)
 
@@ -123,7 +123,7 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
 
 
 def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[str, float]:
-    """Tokens per second of a request that are planned, by requests at once."""
+    """Return the planned tokens per second of a request, by concurrent requests."""
     given = {key: value for key, value in options.items() if key != "expert_budget"}
     planner = Planner(machine, model, Asked(given, max_model_len=LENGTH))
     setup, length, _ = planner.chosen()
@@ -165,7 +165,7 @@ def starts(work: Path, results: Results) -> None:
 
 
 def _weights(work: Path) -> dict[str, int]:
-    """Weights of experts, by model."""
+    """Return the number of the experts' weights, by model."""
     shapes = {name: read_model(str(folder_of(name, work))).shape for name in ("shipped", WIDE)}
     return {
         name: shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate for name, shape in shapes.items()

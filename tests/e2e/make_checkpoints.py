@@ -1,6 +1,6 @@
 """Writes checkpoints/: small random models, quantized by ModelOpt itself.
 
-Run by hand, when a newer ModelOpt is to be tested:
+Run by hand:
 
     pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
     pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-server==4.9.3

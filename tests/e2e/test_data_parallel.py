@@ -55,7 +55,7 @@ def describe(worker):
 def serve(rank, port, folder, options, settings):
     """Return the answers of one of the two engines.
 
-    To its own prompts, without prompts, and when an expert cannot be read.
+    It answers its own prompts, no prompts, and prompts while an expert cannot be read.
     """
     from vllm import SamplingParams
 

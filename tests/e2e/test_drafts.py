@@ -32,7 +32,7 @@ SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 def add_drafts(folder, **excluding):
     """Add a 16-bit draft layer to a checkpoint, as published ones have it.
 
-    ``excluding`` are the changes to the quantization config that exclude the layer. The default are ModelOpt's names,
+    ``excluding`` are the changes to the quantization config that exclude the layer. By default they are ModelOpt's,
     which forget ``mtp.fc``.
     """
     tensors = load_file(folder / "model.safetensors")

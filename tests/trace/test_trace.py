@@ -190,8 +190,8 @@ def test_nothing_to_read_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (make_trace(replace(HEADER, fingerprint="another")), r"b\.safetensors records a model, fingerprint another"),
-        (make_trace(inputs=True), r"have different tensors \(router inputs on and off"),
+        (make_trace(replace(HEADER, fingerprint="another")), r"b\.safetensors .*fingerprint another"),
+        (make_trace(inputs=True), r"router inputs"),
     ],
 )
 def test_traces_that_differ_are_not_joined(tmp_path, other, message):

@@ -65,7 +65,7 @@ def steps_of(server):
 
 @pytest.mark.parametrize("policy", ["exact", "dymoe"])
 def test_which_steps_are_wide(memory_store, policy, monkeypatch):
-    """Steps are large batches with too many rows, or with prompts that are measured.
+    """Too many rows make a large batch, and so do prompts that the policy measures.
 
     Drafted tokens are no prompts.
     """

@@ -19,7 +19,7 @@ REFUSED = "vllm-dymoe: the precision stays as it was: no."
 class Engine:
     """Records its calls, and fails as vLLM's client does.
 
-    That is with words of its own before the worker's sentence.
+    The client puts its own words before the worker's sentence.
     """
 
     def __init__(self):

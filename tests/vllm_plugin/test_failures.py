@@ -107,7 +107,7 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
 def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, late):
     """A wait of the second step is given up when the host has begun the third.
 
-    The first step has ended by then; the fourth has not begun.
+    The first step has ended by then, and the fourth has not begun, so the second and the third fail.
     """
 
     class RankServer(Output):

@@ -147,7 +147,7 @@ def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
 
 @pytest.mark.parametrize("config", [GPTQ, COMPRESSED, AWQ, None])
 def test_what_the_formats_of_a_checkpoint_are(config):
-    """Both as published, and converted by the plugin."""
+    """For the checkpoint as published, and for its conversion."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = make_reader(config)
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "encoding": encoding_of(4)}
@@ -176,7 +176,7 @@ OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps":
 
 @pytest.mark.parametrize("quantization", [AWQ, OURS])
 def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
-    """Both as published, and converted by the plugin."""
+    """For the checkpoint as published, and for its conversion."""
     config = DymoeConfig.from_config(quantization)
     assert config.checkpoint == (OURS if quantization is OURS else None)
     assert (not config.reader.held) == (quantization is OURS)

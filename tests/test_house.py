@@ -62,7 +62,8 @@ def test_tensors_that_serve_name_their_dtype():
 def test_docstrings_begin_with_a_short_summary():
     """The first line stands alone in editors, listings and the rendered API (PEP 257)."""
     long = []
-    for path in (path for folder in ("vllm_dymoe", "kernels") for path in (ROOT / folder).rglob("*.py")):
+    folders = ("vllm_dymoe", "kernels", "tests", "benchmarks", "tools")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if path == ROOT / "vllm_dymoe/cli/app.py":  # its docstrings are help texts
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -459,7 +459,7 @@ def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
 
 @cache
 def _random_bytes() -> NDArray[np.uint8]:
-    """Return random bytes that are no overflow, infinity or NaN in any format."""
+    """Return random bytes that no format reads as a very large number."""
     return np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8) & np.array(
         [0x6F, 0xBF] * (1 << 25), np.uint8
     )

@@ -324,7 +324,7 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
-    for nested in (False, True):  # nested where experts come from disk
+    for nested in (False, True):  # for experts that come from disk
         table = Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested).at(0)
         asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
         yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
@@ -389,7 +389,7 @@ def _is_compiled(function: ast.FunctionDef) -> bool:
 
 
 def _binds(statement: ast.stmt, names: set[str]) -> bool:
-    """Return whether a statement of a module defines, assigns or imports `names`."""
+    """Whether a module's statement defines, assigns or imports one of `names`."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return statement.name in names
     if isinstance(statement, ast.Import | ast.ImportFrom):

@@ -68,7 +68,7 @@ def test_aims_are_missed_where_the_numbers_say_so(page, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_who_names_experts(page, seed):
-    """Votes of equal weight: all of three layers give the intersection of Eq. 6.
+    """Votes of equal weight: three of three layers give the intersection.
 
     One vote out of three gives the union.
     """

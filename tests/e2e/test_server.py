@@ -303,7 +303,7 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
         assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
     moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
     assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
-    # Misses that the CPU executes in the page cache are not copied.
+    # Misses that the CPU executes from the page cache are not copied.
     fetched = grown["vllm_dymoe_misses_total",] - grown["vllm_dymoe_cpu_executed_total",]
     assert moved == fetched * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]

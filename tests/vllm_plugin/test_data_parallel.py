@@ -35,7 +35,7 @@ class Group:
 
     def dispatch(self, x, weights, ids, sequence_parallel, extra=None):
         others = self.ids
-        if extra is None:  # otherwise the other engine has marked its padding itself
+        if extra is None:  # the other engine's device has marked its padding already
             others = torch.where(torch.arange(len(self.ids))[:, None] < self.tokens, self.ids, -1)
         met = torch.cat((self.x, x)), torch.cat((self.weights, weights)), torch.cat((others, ids.to(others.dtype)))
         if extra is None:

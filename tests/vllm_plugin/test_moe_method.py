@@ -122,7 +122,7 @@ def run_steps(model, layer, x, *, shared):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
-    """With vLLM's own operator steps are wrong, so the test would find the fault."""
+    """With vLLM's own operator, steps are wrong, so the test would find the fault."""
     from vllm_dymoe.vllm_plugin.graphs import OPERATOR
     from vllm_dymoe.vllm_plugin.moe_method import entry_with_buffers
 
@@ -227,7 +227,7 @@ def captured_steps(*, ours, shared):
 
 
 def test_our_operator_interrupts_breakable_captures():
-    """With vLLM's own operator steps are wrong, so the test would find the fault."""
+    """With vLLM's own operator, steps are wrong, so the test would find the fault."""
     choices = [{"ours": True, "shared": False}, {"ours": True, "shared": True}, {"ours": False, "shared": False}]
     right = [True] * len(STEPS), 2, 1
     assert in_own_process(breakable_steps, choices) == [right, right, ([True, False, False], 1, 0)]

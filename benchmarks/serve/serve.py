@@ -244,7 +244,7 @@ def touch(nbytes: int) -> None:
 def fill(folder: Path) -> None:
     """Fill host memory from a store, as a start with ``host_store`` "pinned" does."""
     store = FileStore(folder)
-    cache = HostCache(store, whole_host_cache(store.experts))
+    cache = HostCache(store, whole_host_cache(store.experts), fills=True)
     cache.fill()
     cache.close()
 

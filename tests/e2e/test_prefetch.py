@@ -1,4 +1,4 @@
-"""Prediction through the real engine: gates are vLLM's, predictions are good, and they affect only time."""
+"""Prefetching in a real engine: predictions are good, and change nothing but time."""
 
 import functools
 import time
@@ -48,7 +48,7 @@ def firm():
 
 
 def answered(llm):
-    """Return tokens, every layer's output, and counts, starting from an empty cache."""
+    """Return tokens, layers' outputs and statistics, starting with an empty cache."""
     server = server_of(llm)
     server.resize(BUDGET)
     server.reset_stats()
@@ -65,7 +65,7 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     tuner = Heop(8, setting, Setting(8, 3), update_every=2, rounds=4)
     meeting.predictor._tuner = tuner
     tokens, layers, stats = answered(firm)
-    # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. Chance would be an eighth.
+    # Measured: 0.74 for the voting gates while they are tuned, 0.77 for the next gate. Chance would be an eighth.
     assert stats.predictions["correct"] / stats.predictions["predicted"] > 0.6
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
@@ -84,7 +84,7 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     server.predictor = meeting
 
 
-ODD = 5  # the layer with such a router
+ODD = 5  # the layer whose router is not its gate
 
 
 def runners_up(hidden_states, gating_output, topk, renormalize):
@@ -115,7 +115,7 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
         first = [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)]
         server.check_integrity()
 
-        # The layers before it used their gates once, in the step that revealed the router.
+        # Earlier layers used their gates once, in the step that revealed the odd router.
         assert server.predictor is None
         named = by_gates.stats.predicted
         assert named > 0
@@ -154,7 +154,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
     assert new_tokens == tokens
     assert same_bits(new_layers, layers)
 
-    def utilisation(stats):  # FIRM-MoE Eq. 8; for a prompt's first layer popularity predicts nearly all experts
+    def utilisation(stats):  # FIRM-MoE Eq. 8; popularity predicts nearly all experts of a prompt's first layer
         return stats.predictions["correct"] / stats.predictions["predicted"]
 
     assert utilisation(trained) > utilisation(popular), (trained.predictions, popular.predictions)
@@ -164,7 +164,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
 
 
 def pieces(count):
-    """Held-out prompts, taken from the texts in turns."""
+    """Return pieces of the held-out texts, taken from the texts in turns."""
     texts = [path.read_text() for path in sorted((MODEL / "heldout").glob("*.txt"))]
     return [texts[n % 3][1000 * (n // 3) :][:200] for n in range(count)]
 
@@ -174,8 +174,9 @@ def metric(registry, name, **labels):
 
 
 def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
-    """One predictor is trained from a file, and one from the same steps while they are served; both save time and
-    change no token.
+    """A predictor trained from a trace, and one trained while the same steps run.
+
+    Both save time and change no token.
     """
     traces, file, own = tmp_path / "traces", tmp_path / "predictor.safetensors", tmp_path / "own.safetensors"
     options = {**OPTIONS, "disk_gbps": 0.3, "policy_options": {"look_ahead": 2}}

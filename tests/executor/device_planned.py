@@ -81,7 +81,7 @@ def check_device_planned(server):
 
 
 def rates_of(ratio):
-    """Measured rates, the host's being a multiple of the link's."""
+    """Replace measured rates: the host's is ``ratio`` times the link's."""
 
     def measured(store, engine, device, worker, measured_for):
         formats = store.experts.formats.values()

@@ -41,7 +41,10 @@ needs_library = pytest.mark.skipif(native.load() is None, reason="the native lib
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 3)])
 def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
-    """Through the CPU queue: one thread answers while this one computes hits; large-batch steps fetch."""
+    """One thread answers the CPU queue while this one computes hits.
+
+    Large-batch steps fetch.
+    """
     store, policy = make_store(make_experts(layers=2, nested=nested)), MIXED
     want = run_device_planned(device_planned_server(store, "100%", policy), STEPS)
     for budget in BUDGETS[1:]:
@@ -60,7 +63,10 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
 @needs_library
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
 def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(misses, ratio):
-    """Two experts per step, and none in a step of the whole budget; rows after the tokens belong to no expert."""
+    """The CPU is used for 17 and 19 tokens, but not for 33 or if all are resident.
+
+    Rows after the tokens belong to no expert.
+    """
     store = make_store(make_experts(layers=2, num_experts=24))
     steps = [(seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (32, 19), (33, 33)])]
     host, asked = device_planned_server(store, "100%", "exact", low=0), []
@@ -79,7 +85,10 @@ def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(m
 
 
 def test_small_batches_replace_a_large_one_where_the_estimate_says_so():
-    """Qwen3-30B-A3B with a host at three times the link's rate uses the host; not where hardly any expert misses."""
+    """Qwen3-30B-A3B uses a CPU that executes at three times the link's rate.
+
+    It does not where hardly any expert misses, or where the CPU is too slow.
+    """
     costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
 
     def parts(tokens, missing=0.75, costs=costs, experts=128):
@@ -127,7 +136,10 @@ def test_a_card_with_a_display_watchdog_waits_for_less(memory_store, asked, wait
 
 @needs_library
 def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_path):
-    """Rates of link and host are measured while both work. Invalid or unreadable ones are measured again."""
+    """Rates are measured while both link and CPU work.
+
+    Invalid or unreadable ones are measured again.
+    """
     kept = tmp_path / "rates.json"
 
     def rates(link_gbps=0.001):
@@ -183,7 +195,7 @@ OF_STEPS = (1, 1, 7, 40) * 4
 
 
 def steps_of_both_layers(experts):
-    """Some steps include an expert of another rank."""
+    """Yield steps, some of which include an expert of another rank."""
     for number, tokens in enumerate(OF_STEPS):
         step = [random_step(2 * number + layer, tokens, experts) for layer in range(2)]
         for _, _, ids in step[number % 3 :]:

@@ -1,4 +1,7 @@
-"""The order in which a layer's experts are fetched and computed, with an engine whose arrivals the test decides."""
+"""The order in which a layer's experts are fetched and computed.
+
+The test decides when transfers arrive.
+"""
 
 from dataclasses import replace
 
@@ -126,7 +129,7 @@ def test_what_frees_a_slot_goes_before_the_residents_as_long_as_slots_are_short(
         *("ask 2", "ask 3", "compute 1"),
         *("compute 2", "ask 4"),
         *("compute 4", "ask 5"),  # 3 has arrived, too; either one frees a slot
-        "compute 0 3",  # every expert has a slot: compute the rest together
+        "compute 0 3",  # every expert has a slot, so the rest is computed together
         "compute 5",
     ]
 
@@ -186,7 +189,7 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 
 
 class KeepsNothing(ByNumber):
-    """Keeps nothing, so predictions may use every slot of the budget."""
+    """A policy that keeps nothing, so that predictions may use every slot."""
 
     @property
     def residency(self):
@@ -220,7 +223,7 @@ class First(Predictor):
     ],
 )
 def test_a_prompts_first_layer_is_fetched_ahead_of_it(policy, phase, log):
-    """DuoServe-MoE 5.2: the first experts travel while the work before the layer is computed."""
+    """DuoServe-MoE 5.2: experts travel while the work before the layer is computed."""
     engine = Script({3: 0, 4: 0, 5: 0})
     server = make_server(STORE, 4 / 12, policy, low=0, engine=engine, predictor=First())
     server.host_planned.begin_step(phase)

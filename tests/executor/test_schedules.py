@@ -1,8 +1,8 @@
 """No schedule on a CPU corrupts a slot: the real server, with a happens-before check of every access.
 
-The history shows whether a slot is read before its bytes are complete, or rewritten before its last reader, in any
-interleaving that locks and events allow; the outputs show whether the bytes were right. Planted faults prove that the
-test finds each of these.
+A happens-before check of every access shows whether a slot is read before its bytes are complete, or rewritten before
+its last reader, in any interleaving that locks and events allow; the outputs show whether the bytes were right. Planted
+faults prove that the test finds each of these.
 """
 
 import contextlib
@@ -53,7 +53,10 @@ def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
 
 
 def random_program(seed):
-    """A program that prefetches and streams, with wrong predictions and occasional failing reads."""
+    """Return a program that prefetches and streams.
+
+    Some predictions are wrong, and some reads fail.
+    """
     chosen = random.Random(seed)
     layers = [number % LAYERS for number in range(9)]
     return Program(
@@ -70,7 +73,7 @@ def random_program(seed):
 
 
 def races(kind, seeds=range(60)):
-    """The first race that a seed shows; None if no seed shows one."""
+    """Return the first race that a seed shows, or None."""
     for seed in seeds:
         history = History()
         # The server's own checks may notice, too; this test ignores them.
@@ -124,7 +127,7 @@ def a_prediction_is_given_up_without_asking(monkeypatch):
 
 
 def slots_are_freed_while_predictions_are_on_their_way(monkeypatch):
-    """An abandoned read is not waited for, and the server wrongly treats its slot as free."""
+    """Do not wait for an abandoned read, and treat its slot as free."""
 
     def clear(self):
         self._candidates.clear()

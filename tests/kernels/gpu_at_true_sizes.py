@@ -1,4 +1,4 @@
-"""The measurements of `make gpu` and `make bench-gpu` at their true sizes, with launches and copies that do nothing.
+"""Measure like `make gpu` and `make bench-gpu` at true sizes, without computing.
 
     python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
 
@@ -42,7 +42,7 @@ HOST: list[float] = []
 
 
 class OfTheHost(Recorder):
-    """Report the host's time for a layer in place of the whole step's."""
+    """Report the host's time for a layer instead of the whole step's."""
 
     def speed(self, name, unit, measured, bound, share, remark=""):
         super().speed(name, unit, 1e6 * median(HOST) if HOST else measured, bound, share, remark)
@@ -71,7 +71,7 @@ for name in ("normal_", "uniform_", "mul_", "copy_"):
 torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
 torch.mm = lambda a, b: a
 kernel_speeds.ProcessPoolExecutor = decode.ProcessPoolExecutor = host_card.Inline
-decode.check = decode.check_alone = lambda launch: []  # of launches that do nothing
+decode.check = decode.check_alone = lambda launch: []  # launches do nothing, so their results are not checked
 kernel_speeds.seconds.__defaults__ = (0.0,)
 speeds.pinned_store = decode.pinned_store = prompts.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]

@@ -17,7 +17,7 @@ STEPS = 12
 
 
 def run(record: Recorder) -> None:
-    """Check small-batch steps, then large ones in both forms."""
+    """Check small-batch steps, then large ones, launched and as a graph."""
     store = pinned_store(MODEL, BITS)
     for budget in ("100%", "50%", "minimum"):
         with record.check(f"decode steps at {budget}: one graph, replayed, the bits of launches at 100%") as wrong:

@@ -1,7 +1,4 @@
-"""A synthetic model of MoE layers.
-
-It has random experts in a store, random gates, and steps through all of its layers.
-"""
+"""A synthetic model: random experts in a store, random gates, and its steps."""
 
 import math
 import tempfile
@@ -69,7 +66,7 @@ class Stack:
     """Gates on the card, and steps through them.
 
     Args:
-        model: sizes.
+        model: sizes of the layers.
         exact: route without torch.mm, whose libraries may sum in another order in a graph or with concurrent streams.
     """
 
@@ -78,7 +75,7 @@ class Stack:
         self._exact = exact
         generator = torch.Generator().manual_seed(1)
         size = model.layers, model.experts, model.hidden
-        # Adjacent gates have something in common, as in real models, so that one predicts the next.
+        # Adjacent gates are similar, as in real models, so that one predicts the next.
         common = torch.randn(size[1:], generator=generator)
         gates = (common + torch.randn(size, generator=generator)) * model.hidden**-0.5
         self._gates = gates.to(DTYPE).to(DEVICE)
@@ -151,7 +148,7 @@ class Stack:
         return {expert: high if precision is Precision.HIGH else low for expert, precision in chosen.items()}
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
-        """Return the correct result of a layer, with experts of these bits.
+        """Return a layer's correct result, with experts of these bit-widths.
 
         It is computed in float64 on the host.
         """
@@ -168,19 +165,19 @@ class Stack:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Return rows of the length that a model's normalisation gives them."""
+    """Return the rows with the length that a model's normalisation gives them."""
     return (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference relative to that of the correct result.
+    """Return the difference's norm, relative to that of the correct result.
 
-    Infinite for NaN.
+    It is infinite for NaN.
     """
     error = float((got.cpu().double() - want).norm() / want.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal bit for bit, NaNs included."""
+    """Return whether tensors are equal bit for bit, including NaNs."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))

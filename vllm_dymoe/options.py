@@ -207,7 +207,8 @@ class Options(BaseModel):
     misses: Literal["auto", "fetch", "compute", "share"] = "auto"
     """What happens to missing experts: "fetch" copies them to the device, "compute" lets the CPU execute them from host
     memory once all slots are full, and "share" divides them by the measured rates of both. "auto" computes on a CPU
-    whatever memory or the page cache holds; on a GPU it measures steps at the first start and takes the faster way."""
+    whatever memory or the page cache holds; on a GPU it measures steps at the first start and takes the faster way.
+    """
     misses_rows: int = Field(default=16, ge=1, le=_MOST_ROWS)
     """Maximum rows of an expert that the CPU computes for a device; an expert with more rows is fetched."""
     store_dir: Place | None = None
@@ -294,7 +295,9 @@ class Options(BaseModel):
         return self.misses in ("compute", "share")
 
     def plain_cpu(self, device_type: str) -> bool:
-        """Return whether experts are computed where they are: on a CPU that emulates no card.
+        """Return whether it is a CPU that emulates no card.
+
+        It computes experts where they are.
 
         Otherwise a device plans and computes. Its type is "cpu" if it is emulated.
         """

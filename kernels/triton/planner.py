@@ -82,7 +82,9 @@ _OF_PLAN = (
 
 
 def program_of(width: int) -> tuple[int, int]:
-    """Return the warps of a program with vectors of ``width`` experts, and the pairs that it compares at a time.
+    """Return a program's warps, and the pairs that it compares at a time.
+
+    Its vectors are of ``width`` experts.
 
     With four warps, vectors of 1024 experts would not fit into registers.
     """
@@ -784,7 +786,10 @@ def weights_of(
 
 @triton.jit
 def _weight_at(weights, pair, inside, ON_INPUT: tl.constexpr):
-    """Return what outputs are multiplied with: the router's weight, or 1 if that multiplies inputs; 0 elsewhere."""
+    """Return what outputs are multiplied with.
+
+    That is the router's weight, or 1 if it multiplies inputs; 0 elsewhere.
+    """
     if ON_INPUT:
         return tl.where(inside, 1.0, 0.0)
     else:

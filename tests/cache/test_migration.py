@@ -115,7 +115,9 @@ def serve(server, steps):
 
 
 def execute(nested, kind, steps, turns, history, faults=(), high=4, idle=16, captures=False):
-    """Serve on a recorded CPU or device; returns each step's output, a frozen map's, and the outcomes of the moves.
+    """Serve on a recorded CPU or device.
+
+    Returns each step's output, a frozen map's, and the outcomes of the moves.
 
     Each step of a device may be followed by a graph capture, with transfers paused throughout.
     """

@@ -172,7 +172,10 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
 
 
 def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
-    """One engine packs the store, and host memory holds its experts once. On a CPU, which does the reads that fail."""
+    """One engine packs the store, and host memory holds its experts once.
+
+    On a CPU, which does the reads that fail.
+    """
     options = OPTIONS | {"host_store": "pinned", "misses": "fetch"}
     engines = serve_two(tmp_path, options)
     said = [(tmp_path / f"log-{rank}").read_text() for rank in (0, 1)]

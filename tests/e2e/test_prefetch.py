@@ -36,7 +36,10 @@ ON_DEVICE = {"high": 4, "expert_budget": BUDGET, "host_store": "pinned", "link_g
 
 @pytest.fixture(scope="module", autouse=True)
 def _disk_takes_no_core():
-    """As one that is read past the page cache; where reads are copies by a core, nothing is prefetched."""
+    """Make the store one that is read past the page cache.
+
+    Where reads are copies by a core, nothing is prefetched.
+    """
     with mock.patch.object(FileStore, "occupies_cores", new=False):
         yield
 
@@ -225,7 +228,10 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
 
 
 def test_a_device_asks_the_network_that_is_trained_meanwhile(tmp_path):
-    """From the start, since a captured graph cannot be given another predictor; before it is trained it is the gate."""
+    """It does from the start: a captured graph cannot be given another predictor.
+
+    Before it is trained it is the gate.
+    """
     with engine(dymoe=ON_DEVICE | {"link_gbps": 0.3, "train_predictor": str(tmp_path / "own.safetensors")}) as llm:
         server = server_of(llm)
         predictor = server.predictor.predictor

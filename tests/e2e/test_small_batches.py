@@ -1,4 +1,7 @@
-"""The small-batch path in real engines on an emulated card: a CPU's bits, at every budget and batch size."""
+"""The small-batch path in real engines on an emulated card.
+
+Answers have a CPU's bits, at every budget and batch size.
+"""
 
 import pytest
 import torch

@@ -37,7 +37,10 @@ def store_of(kind, **sizes):
 
 
 def device_planned_server(store, budget="50%", policy=None, **options):
-    """Like ``make_server``, but for an emulated card; the policy is given as an object or by name."""
+    """Like ``make_server``, but for an emulated card.
+
+    The policy is given as an object or by name.
+    """
     server = make_server(store, "100%", policy, **{"link_gbps": FAST} | options)
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     return server

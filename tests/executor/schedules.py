@@ -216,7 +216,10 @@ class RecordedKernels(PlainKernels):
 
 
 class RecordedLargeBatch(PlainLargeBatch):
-    """Records when a layer's list of copies is written; steps are kept alive, so that no list's address is reused."""
+    """Records when a layer's list of copies is written.
+
+    Steps are kept alive, so that no list's address is reused.
+    """
 
     _all: ClassVar[list] = []
 
@@ -288,7 +291,10 @@ def make_engine(kind, store, history, turns, timeout, program):
 
 
 def execute(program, kind, turns, history):
-    """Run a program on a CPU with one kind of transfers; returns each step's output, None if it failed."""
+    """Run a program on a CPU with one kind of transfers.
+
+    Returns each step's output, None if it failed.
+    """
     store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
     # Virtual time advances only when all threads are blocked, that is when a read hangs.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)

@@ -83,7 +83,10 @@ def with_budget(store, budget, policy=None, **options):
 
 
 def slow_reads(store, gbps):
-    """An engine that reads like a disk, at this rate in GB/s and without a core, so that a CPU prefetches."""
+    """An engine that reads like a disk, at this rate in GB/s.
+
+    It occupies no core, so a CPU prefetches.
+    """
     return make_engine(store, CPU, 0, link_gbps=gbps)
 
 

@@ -1,4 +1,7 @@
-"""Misses that the CPU computes for an emulated card: the same bits at every budget and share."""
+"""Misses that the CPU computes for an emulated card.
+
+The bits are the same at every budget and share.
+"""
 
 import itertools
 import json
@@ -169,7 +172,10 @@ def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_p
 @needs_library
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
 def test_the_host_computes_experts_of_few_rows_while_the_link_brings_the_others(memory_store, misses, ratio):
-    """Half of the pairs fall on two experts, each with more than `misses_rows` rows; nothing is resident."""
+    """Half of the pairs fall on two experts with more than `misses_rows` rows each.
+
+    Nothing is resident.
+    """
     experts, tokens, most = memory_store.experts, 9, 2
     with rates_of(ratio):
         server = device_planned_server(memory_store, "minimum", low=0, misses=misses, misses_rows=most)
@@ -204,7 +210,10 @@ def steps_of_both_layers(experts):
 
 
 def repeated(store, layer, x, weights, ids, actions):
-    """The answer that recorded actions describe, without a server: float64 is not its reference, its bits are."""
+    """Return the answer that recorded actions describe, computed without a server.
+
+    It has the server's bits, while float64 would only be near.
+    """
     skipped, experts = actions % LOW_VERSION == Action.SKIP, store.experts
     own = torch.where(skipped, -1, ids)
     grouped, views = group_by_expert(own.numpy()), []
@@ -224,7 +233,10 @@ def repeated(store, layer, x, weights, ids, actions):
 
 
 def device_planned(store, policy, ratio, folder, **options):
-    """Answers of a device whose kernel differs from the CPU's in the last bits, their actions, and its counts."""
+    """Serve on a device whose kernel differs from the CPU's in the last bits.
+
+    Returns its answers, their actions, and its counts.
+    """
     options |= {"misses": "share", "trace": str(folder)}
     with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
         server = device_planned_server(store, "50%", policy, **options)
@@ -253,7 +265,7 @@ def all_equal(outs, want):
     ("nested", "low", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
 )
 def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse_high, tmp_path):
-    """Of small batches and large ones: the record of every expert agrees with the counts."""
+    """In small batches and large ones, each expert's record agrees with the counts."""
     store = make_store(make_experts(layers=2, nested=nested))
     policy = Dymoe(retention=0.5, high_by="depth", reuse_high=reuse_high)
     want, actions, counts = device_planned(store, policy, 3, tmp_path, low=low)

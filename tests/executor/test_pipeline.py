@@ -201,7 +201,10 @@ class KeepsNothing(ByNumber):
 
 
 def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once():
-    """DuoServe-MoE 5.3: prefetching starts after the first expert, even if all experts have arrived."""
+    """Prefetching starts after the first expert, even if all experts have arrived.
+
+    As in DuoServe-MoE 5.3.
+    """
     engine = Script({0: 0, 1: 0, 2: 0})
     server = make_server(STORE, 4 / 12, KeepsNothing(), low=0, engine=engine, predictor=Next())
     engine.listen(server.kernel)

@@ -48,7 +48,7 @@ def test_every_policy_has_the_bits_of_exact(policy, budget, exact):
 
 @pytest.mark.parametrize("policy", NAMES_EXPERTS)
 def test_predicted_experts_are_hits_where_the_link_has_brought_them(policy, exact):
-    """On a fast link all predictions arrive in time; on one too slow for any, none does."""
+    """On a fast link all predictions arrive in time, on a slow one none does."""
     server = device_planned_server(STORE, "25%", policy, low=0)
     run_device_planned(server, STEPS)
     stats = server.stats()

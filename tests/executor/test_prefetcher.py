@@ -281,7 +281,10 @@ class Slow(Predictor):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(waits):
-    """Unless the layer waits afterwards for the link, which was busy while the host predicted."""
+    """Predictions become rare in a phase if they hide less than they take.
+
+    Not if the layer waits afterwards for the link, which was busy while the host predicted.
+    """
     now = 0.0
 
     def wait(seconds):

@@ -1,4 +1,6 @@
-"""No schedule on a CPU corrupts a slot: the real server, with a happens-before check of every access.
+"""No schedule on a CPU corrupts a slot.
+
+The server is the real one, with a happens-before check of every access.
 
 A happens-before check of every access shows whether a slot is read before its bytes are complete, or rewritten before
 its last reader, in any interleaving that locks and events allow; the outputs show whether the bytes were right. Planted

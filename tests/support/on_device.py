@@ -1,4 +1,7 @@
-"""Tensors that would be on a device: every operation that needs their values on the host is recorded."""
+"""Tensors that would be on a device.
+
+Every operation that needs their values on the host is recorded.
+"""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""One rank's layers: what happens between two steps, and a layer's forward on a CPU.
+"""One rank's layers: what happens between steps, and a layer's forward on a CPU.
 
 On a CPU one native call runs a layer (``cpu_executor``). It is planned here only if an expert has to come from disk, or
 without the native library: precisions are chosen, experts are computed as they arrive, and their outputs are added in
@@ -236,7 +236,7 @@ class HostPlannedLayers:
             self.prefetcher.fill()
 
     def _begin_plan(self, routing: Routing, plan: LayerPlan) -> None:
-        """Count a plan's precisions; the items that are computed in place get their places."""
+        """Count a plan's precisions, and place the items that are computed in place."""
         cache, layer, wanted = self.cache, routing.layer, plan.wanted
         self.counts.planned.update(wanted.values())
         self.counts.planned[Precision.SKIPPED] += len(routing.active) - len(wanted)

@@ -1,4 +1,6 @@
-"""Prefetch on a CPU: reads predicted experts from disk into staging slots while no step waits for the disk.
+"""Prefetch on a CPU: reads predicted experts from disk.
+
+They go into staging slots, while no step waits for the disk.
 
 A prediction must cost nothing, correct or not:
 

@@ -1,4 +1,4 @@
-"""Routing weights: of tokens whose skipped experts hand theirs on, and on experts' inputs.
+"""Routing weights: of skipped experts, and on experts' inputs.
 
 Both have the same bits wherever they are computed.
 """
@@ -23,7 +23,7 @@ def renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
 
 
 def weighted_inputs(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the experts' inputs where routing weights multiply these, a row for each pair.
+    """Return the experts' inputs, a row for each pair, times the routing weights.
 
     Each product is rounded once: [tokens * top_k, hidden] in the dtype of x.
 

@@ -53,7 +53,10 @@ class Device:
 
 @pytest.mark.parametrize("kind", ["pinned", "staged"])
 def test_computation_waits_for_the_copy_once(memory_store, kind):
-    """From pinned memory it is enqueued at once, and from a file by whoever waits for it."""
+    """From pinned memory it is enqueued at once.
+
+    From a file, whoever waits for it enqueues it.
+    """
     device = Device(kind, memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
     assert (device.streams.copies, device.streams.waits) == (1 if kind == "pinned" else 0, 0)

@@ -213,7 +213,7 @@ def test_slices_of_nested_versions_are_fetched(options, kind):
 def test_heop_moves_k_and_p_between_steps():
     start, largest = Setting(3, 1), Setting(6, 3)
     tuner = Heop(LAYERS, start, largest, update_every=2, rounds=4)
-    predictor = MeetingOfLayers(FLOATS, *start, tuner, hidden=HIDDEN)
+    predictor = MeetingOfLayers(FLOATS, *start, tuner)
     server = device_planned_server(STORE, "25%", Firm(), low=0, predictor=predictor)
     asked, settings = server.small_batches.memory.predictor._asked, []
     for seed in range(40):
@@ -267,7 +267,7 @@ def test_steps_that_do_not_pay_are_dropped_between_steps(monkeypatch):
 @pytest.mark.parametrize("kind", MAKES)
 def test_no_predictor_waits_for_the_device(kind, monkeypatch):
     """Launches do nothing here, and only the device has the numbers."""
-    nothing = {"forward": lambda self, table, layer, rows, plan, x, *_: x}
+    nothing = {"forward": lambda self, table, layer, rows, plan, x, *_, **told: x}
     nothing |= dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     for name, does in nothing.items():
         monkeypatch.setattr(PlainKernels, name, does)

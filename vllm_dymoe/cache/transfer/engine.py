@@ -135,7 +135,7 @@ class TransferEngine:
 
         Then neither ``wait`` nor computation would block.
         """
-        return ticket.state is State.DONE and all(map(self._streams.happened, ticket.fences))
+        return ticket.state is State.DONE and all(self._streams.happened(fence) for fence in ticket.fences)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Cancel a transfer, or what follows its moving piece.

@@ -110,7 +110,8 @@ def serve(server, steps):
         ids = (ids % 3 + 3 * (number // 4 % 2)).int() if number % 3 else ids  # alternate between the two halves
         run = forward if server.small_batches is None else decode
         yield run(server, layer, x, weights, ids), held, (x, weights, ids)
-        server.host_planned.end_decode(tokens)
+        if server.small_batches is not None:
+            server.host_planned.end_decode(tokens)
         server.check_integrity()
 
 

@@ -88,7 +88,10 @@ def _as_thinker(folder: Path) -> None:
 
 
 def _without_norms(folder: Path) -> None:
-    """Say that queries and keys have no norms, which transformers leaves out and vLLM reads."""
+    """Say that queries and keys have no norms.
+
+    Transformers leaves this out, and vLLM reads it.
+    """
     path = folder / "config.json"
     described = json.loads(path.read_text())
     described["text_config"]["use_qk_norm"] = False

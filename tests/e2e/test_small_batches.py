@@ -58,7 +58,10 @@ def test_the_device_computes_what_the_host_computes():
 
 
 def test_router_weights_that_multiply_inputs_are_planned_by_the_device(tmp_path):
-    """Llama 4's, on an emulated card, by whose link or CPU worker misses go; prompts are large batches."""
+    """On an emulated card, whose link or CPU worker serves the misses of Llama 4.
+
+    Prompts are large batches.
+    """
     folder, common = ARCHITECTURES["llama-4"].save(tmp_path / "model"), {"high": 4, "low": 0, "host_store": "pinned"}
     with small_engine(folder, common) as llm:
         want = answer(llm, random_prompts(), TOKENS)

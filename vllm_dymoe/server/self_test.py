@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_dymoe import kernels
+from vllm_dymoe import __version__, kernels
 from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
@@ -191,15 +191,14 @@ def describe_machine(device: torch.device) -> str:
     sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     return (
-        f"{named}, driver {said[0] if said else 'unknown'}, Triton {_version('triton')}, torch {torch.__version__}, "
-        f"vllm-dymoe {_version('vllm-dymoe')}+{digest}"
+        f"{named}, driver {said[0] if said else 'unknown'}, Triton {_triton_version()}, torch {torch.__version__}, "
+        f"vllm-dymoe {__version__}+{digest}"
     )
 
 
-def _version(distribution: str) -> str:
-    """Return a distribution's version; "unknown" for a checkout that is not installed."""
+def _triton_version() -> str:
     try:
-        return metadata.version(distribution)
+        return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return "unknown"
 

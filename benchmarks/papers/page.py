@@ -6,7 +6,7 @@ For each claim it has the paper's number, ours, and the verdict.
 # ruff: noqa: E501 (sentences of the page)
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -476,6 +476,15 @@ def write(results: Results, folder: Path) -> None:
             pyplot.close(figure)
 
 
+def _chart(at: Any, labels: tuple[str, str, str], places: Sequence[Any], lines: Results, *, log: bool = False) -> None:
+    """Draw a line for each name; ``labels`` are those of the chart, of its places and of its values."""
+    for name, values in lines.items():
+        at.plot(places, values, marker="o", label=name)
+    title, x, y = labels
+    at.set(title=title, xlabel=x, ylabel=y, yscale="log" if log else "linear")
+    at.legend(fontsize=7)
+
+
 def _dymoe(found: Results, axes: Any) -> None:
     for at, (of, said) in zip(axes[:2], (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")), strict=True):
         shares = list(found["budgets"])
@@ -494,15 +503,13 @@ def _dymoe(found: Results, axes: Any) -> None:
     axes[0].set_title("DyMoE, Figure 10")
     axes[1].legend(fontsize=7)
     pruned = _pruned()
-    for kept in ("random", "heavy hitters"):
-        for layers in ("equal", "depth"):
-            kls = [1000 * of[kept, layers] for of in pruned.values()]
-            axes[2].plot(list(pruned), kls, marker="o", label=f"{kept}, {layers}")
-    axes[2].set_title("Figure 3: experts of a prompt that are kept")
-    axes[2].set_xlabel("retention")
-    axes[2].set_ylabel("KL, millinats")
-    axes[2].set_yscale("log")
-    axes[2].legend(fontsize=7)
+    lines = {
+        f"{kept}, {layers}": [1000 * of[kept, layers] for of in pruned.values()]
+        for kept in ("random", "heavy hitters")
+        for layers in ("equal", "depth")
+    }
+    labels = ("Figure 3: experts of a prompt that are kept", "retention", "KL, millinats")
+    _chart(axes[2], labels, list(pruned), lines, log=True)
     rows = _quality_rows("sensitivity")
     for number, phase in enumerate(("prompt", "decode")):
         kls = [1000 * row["kl_nats"] for row in rows if row["phase"] == phase]
@@ -533,12 +540,11 @@ def _duoserve(found: Results, axes: Any) -> None:
 
 def _firm(found: Results, axes: Any) -> None:
     caches = list(found["caches"])
-    for name in ("Baseline", "All (firm-paper)", "n = 3", "ours: firm", "nothing ahead", "an oracle"):
-        axes[0].plot(caches, [found["caches"][cache][name]["tpot"] for cache in caches], marker="o", label=name)
-    axes[0].set_title("FIRM-MoE, Figure 4")
-    axes[0].set_xlabel("experts in the cache, of 1440")
-    axes[0].set_ylabel("ms a token")
-    axes[0].legend(fontsize=7)
+    lines = {
+        name: [found["caches"][cache][name]["tpot"] for cache in caches]
+        for name in ("Baseline", "All (firm-paper)", "n = 3", "ours: firm", "nothing ahead", "an oracle")
+    }
+    _chart(axes[0], ("FIRM-MoE, Figure 4", "experts in the cache, of 1440", "ms a token"), caches, lines)
     models = list(found["lengths"])
     for number, system in enumerate(found["lengths"][models[0]] if models else ()):
         rates = [list(found["lengths"][model][system].values()) for model in models]
@@ -569,29 +575,14 @@ def _firm(found: Results, axes: Any) -> None:
 
 
 def _dynaexq(found: Results, axes: Any) -> None:
-    batches = [batch for batch, _ in _by_number(found["batches"])]
-    for name in found["batches"]["1"]:
-        axes[0].plot(batches, [found["batches"][b][name]["tokens_per_s"] for b in batches], marker="o", label=name)
-    axes[0].set_title("DynaExq: throughput")
-    axes[0].set_yscale("log")
-    axes[0].set_xlabel("batch")
-    axes[0].set_ylabel("tokens/s of eight layers")
-    axes[0].legend(fontsize=7)
-    lengths = sorted(found["lengths"], key=int)
-    for name in found["lengths"][lengths[0]]:
-        axes[1].plot(
-            lengths, [float(np.mean(found["lengths"][n][name]["ttft"])) for n in lengths], marker="o", label=name
-        )
-    axes[1].set_title("Figure 10: TTFT")
-    axes[1].set_xlabel("tokens of a prompt")
-    axes[1].set_ylabel("ms")
-    axes[1].legend(fontsize=7)
-    for name in found["batches"]["1"]:
-        axes[2].plot(batches, [found["batches"][b][name]["p99"] for b in batches], marker="o", label=name)
-    axes[2].set_title("Tail of decode steps")
-    axes[2].set_yscale("log")
-    axes[2].set_xlabel("batch")
-    axes[2].set_ylabel("p99 of a step, ms")
+    for at, number, rows, labels in (
+        (axes[0], "tokens_per_s", "batches", ("DynaExq: throughput", "batch", "tokens/s of eight layers")),
+        (axes[1], "ttft", "lengths", ("Figure 10: TTFT", "tokens of a prompt", "ms")),
+        (axes[2], "p99", "batches", ("Tail of decode steps", "batch", "p99 of a step, ms")),
+    ):
+        places, systems = zip(*_by_number(found[rows]), strict=True)
+        lines = {name: [float(np.mean(of[name][number])) for of in systems] for name in systems[0]}
+        _chart(at, labels, places, lines, log=rows == "batches")
     for number, (name, shares) in enumerate(found["high after a shift"].items()):
         axes[3].bar(np.arange(len(shares)) + 0.2 * number, list(shares.values()), 0.19, label=name)
     axes[3].set_xticks(np.arange(len(shares)) + 0.3, list(shares))

@@ -77,9 +77,9 @@ class DeviceTable:
             table.precision.fill_(CODES[precision])
 
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
-        """Write how the device serves from now on.
+        """Write into the table how later steps serve.
 
-        Sets precisions and their encodings, eviction, and source addresses.
+        These are precisions and their encodings, the order of eviction, and source addresses.
 
         Args:
             bits: bits of each precision, 0 for one that is skipped.

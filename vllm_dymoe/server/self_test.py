@@ -32,7 +32,7 @@ from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
 _DISTINCT = 2  # number of distinct random experts; the others of the layer share their bytes
-# One class of kernels each; the last has experts with 65 and more rows.
+# Rows of the steps: each number uses other kernels. In the last one some experts have 65 rows and more.
 _ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS
 # Rounding happens three times: the dequantized weight of a tile, the hidden state and the result, at 8 or 11 bits of
 # mantissa.

@@ -150,9 +150,8 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
         least, uses = min(short)
         if least == 0:
             found.append(
-                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert "
-                f", so their "
-                "cache can never hit and every expert is fetched for every token; raise expert_budget."
+                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert, so "
+                "they never have a hit and every expert is fetched for every token; raise expert_budget."
             )
         else:
             found.append(

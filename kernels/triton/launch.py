@@ -66,9 +66,10 @@ class ExpertShape:
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
-        """Return what experts of some formats and other kinds have in common.
+        """Return what the experts of a launch have in common.
 
-        Group sizes matter below 16 bits only. Raises ValueError if they cannot share a launch.
+        They have these formats, or matrices of further kinds. Group sizes matter below 16 bits only. Raises ValueError
+        if they cannot share a launch.
         """
         every = [fmt for three in formats for fmt in three]
         groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}

@@ -210,7 +210,7 @@ class Planner:
             if not complete:  # "auto" gives slots a half, and the page cache the other
                 spare = room = room // 2
         if options.misses == "share" and not complete:
-            raise ConfigError("misses are shared where host memory has all experts.")
+            raise ConfigError("misses can be shared with the CPU only if host memory has all experts.")
         budget = options.expert_budget
         if self.on_gpu and budget.is_auto and not policy.residency.keeps:
             budget = ExpertBudget(slots="top-k")

@@ -285,7 +285,7 @@ def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
     """Run a step twice, with misses and then with hits.
 
     Returns:
-        in words what is wrong, or "".
+        a description of what is wrong; empty if nothing is.
     """
     fmt, want = work.fmt, work.want[:rows]
     x, weights, ids = (tensor[:rows].to(server.device) for tensor in (work.x, work.weights, work.ids))

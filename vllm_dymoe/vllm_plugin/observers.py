@@ -63,7 +63,7 @@ class Observation:
     """The observers of one rank, in the order in which they are told."""
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
-        # Description of a calibration of this rank's inputs; None on ranks that see the same as another.
+        # Description of a calibration of this rank's inputs; None on ranks whose inputs another rank records.
         self.recordable = recordable
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None

@@ -119,7 +119,7 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
 
 @_replaces("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model", _STEP_ERROR)
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
-    """Begin and end a step, so that an expert that cannot be read fails only this step.
+    """Begin and end a step, so that an expert that cannot be read fails only it.
 
     vLLM's warm-up calls Worker.execute_model itself, so its steps do not come here.
     """

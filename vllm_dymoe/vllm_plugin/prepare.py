@@ -180,7 +180,7 @@ def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
     if changed and any(isinstance(method, DymoeMoEMethod) for method in methods):
         raise ConfigError(
             f"vllm-dymoe: the adapter {path} changes experts ({changed[0]} and {len(changed) - 1} more), which are "
-            "packed; train one that leaves them alone, or merge it into the checkpoint and serve that."
+            "packed; use an adapter without experts, or merge it into the checkpoint and serve that."
         )
 
 

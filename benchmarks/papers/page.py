@@ -31,16 +31,21 @@ _HEAD = """# Four papers, side by side
 
     make bench-papers                          # or: python benchmarks/papers/papers.py duoserve
 
-One simulator of schedules ([simulator.py](../../vllm_dymoe/plan/simulator.py)) serves routings of the shipped model, recorded on 12 prompts of
-three domains (32 to 400 tokens, 24 tokens of each answer), with the real planner, policies and predictors. Sizes of experts are those of
-the papers' models, rates those of their devices' data sheets, and the host's work is charged as it was measured
-([costs.json](../../vllm_dymoe/plan/costs.json)). Times are of the trace's eight layers; what compares is ratios. Where a paper measured, it measured its own host:
-rows with *no host* say what link and kernels alone give. ± is the spread over prompts. Two rows are bounds: *an oracle* knows what the next
-router will choose, and with *everything resident* nothing moves. The papers' presets are what users get as
-`"dymoe-paper"`, `"duoserve-paper"`, `"firm-paper"` and `"dynaexq-paper"`.
+Times are simulated if nothing else is said; none is from a GPU. The simulator ([simulator.py](../../vllm_dymoe/plan/simulator.py)) runs the real planner, policies
+and predictors on recorded routing, and charges time for copies, kernels and the host:
 
-The routers are a small model's (32 experts, 4 for each token). Where a claim depends on routers (hits, predictions, quality), not
-reproducing it here does not refute it for Mixtral or Qwen3.
+| what | from |
+| --- | --- |
+| routing | the small model (32 experts, 4 for each token), recorded on 12 prompts of three domains: 32 to 400 tokens, 24 tokens of each answer |
+| sizes of experts | the papers' models |
+| rates of link, memory and kernels | the data sheets of the papers' devices |
+| the host's work | measurements of this plugin ([costs.json](../../vllm_dymoe/plan/costs.json)); 0 in rows with *no host*, because each paper measured another host |
+
+Times are those of the trace's eight layers, so compare ratios. ± is the spread over prompts. Two rows are bounds: *an oracle* knows what the next
+router will choose, and with *everything resident* nothing moves. Users can choose the papers' own settings as the policies `"dymoe-paper"`,
+`"duoserve-paper"`, `"firm-paper"` and `"dynaexq-paper"`.
+
+If a claim depends on routers (hits, predictions, quality) and is not reproduced with the small model, that does not refute it for Mixtral or Qwen3.
 """
 
 
@@ -279,7 +284,7 @@ def sections(results: Results) -> Iterable[str]:
             }
             yield f"\n{key}:\n\n{_table(rows, columns)}"
         yield (
-            "\nMoESys as its paper has it: the whole next layer comes, and nothing of it is cancelled when the router has chosen."
+            "\nMoESys is simulated as in its paper: the whole next layer is fetched, and nothing of it is cancelled when the router has chosen."
         )
     if (found := results.get("firm")) is not None:
         yield "\n## FIRM-MoE: Qwen1.5-MoE-A2.7B's experts at 16 bits on an RTX 3090 (Tables 1 and 2, Figures 4, 6 and 7)\n\n![](firm.png)\n"
@@ -327,13 +332,13 @@ def sections(results: Results) -> Iterable[str]:
 def _adaptive(found: Results) -> Iterable[str]:
     """Yield time and copies of the policy adaptive, and its quality."""
     yield (
-        "\n## And a policy that takes from two: `adaptive`\n\nDynaExq's floor with DyMoE's rescue, 4/2 on an A6000 that plans its own steps, as on CUDA: every base "
-        "slice is there, and a part of the residual ones.\nSlices that steps fetch are of decode and prompts together."
+        "\n## And a policy that takes from two: `adaptive`\n\nAs in DynaExq, every base slice is resident (4/2, on an A6000 that plans its own steps), and some residual "
+        "slices.\nAs in DyMoE, a step fetches the residual slices of its most important experts. Slices fetched are those of decode and prompts together."
     )
     aims = _aims()
     yield f"\n{markdown(['aim', 'here', 'verdict'], aims)}"
     if any("missed" in verdict for *_, verdict in aims):
-        yield "\nBecause of what is missed, `dynaexq` stays the recommended policy where every low version fits ([policies](../../docs/policies.md))."
+        yield "\nBecause aims are missed, `dynaexq` stays the recommended policy if all low versions fit ([policies](../../docs/policies.md))."
     for share, batches in found.items():
         lines = [
             [
@@ -358,9 +363,9 @@ def _adaptive(found: Results) -> Iterable[str]:
             cells = [f"{row['ms']:.2f}", f"{row['ms'] / base:.2f}", f"{row['fetched_per_token']:.2f}", _kl(row)]
             lines.append([f"{row['residuals']:.0%}", row["policy"], *cells])
         yield (
-            "\nIn vLLM's engine, one request on an emulated card behind whose link an expert takes as long as a layer (`python "
-            "benchmarks/papers/emulated_card.py`; *adaptive* without a number follows `wait_share`, its default; *uniform 4* fetches every residual slice "
-            f"that is missing){card.get('note', '')}:\n\n{markdown(head, lines)}"
+            "\nIn vLLM's engine, one request on an emulated card, on whose link an expert takes as long as a layer is computed (`python "
+            "benchmarks/papers/emulated_card.py`). *adaptive* without a number follows `wait_share`, its default; *uniform 4* fetches every missing residual "
+            f"slice{card.get('note', '')}:\n\n{markdown(head, lines)}"
         )
     lines = [
         [
@@ -438,8 +443,8 @@ def _quality() -> str:
         for row in _quality_rows("papers")
     ]
     said = (
-        "## Quality of these rows\n\nKL from 16 bits of each row's own options (`benchmarks/quality/quality.py --only papers`). Rows at uniform precision "
-        "(`exact`, on demand, DuoServe-MoE, Accelerate, static) are those of their width; FIRM-MoE's and offloading's rows compute at 16 bits and lose nothing."
+        "## Quality of these rows\n\nKL from 16 bits with each row's own options (`benchmarks/quality/quality.py --only papers`). Rows with one precision "
+        "(`exact`, on demand, DuoServe-MoE, Accelerate, static) have the KL of that precision; FIRM-MoE's and offloading's rows compute at 16 bits and lose nothing."
     )
     return f"{said}\n\n{markdown(['options', 'phase', 'quantizer', 'KL, millinats'], lines)}"
 

@@ -244,8 +244,8 @@ class HostCache(HostStore):
             self.files.check(key, packed)
         except DamagedStoreError as error:
             raise StoreError(
-                f"the copy of the experts in {self.files.folder} in memory that another process of this user made is "
-                "not what the store holds; stop that process and start again."
+                f"another process of this user shares a copy of the experts in memory that differs from the store in "
+                f"{self.files.folder}; stop that process and start again."
             ) from error
 
     def resize(self, nbytes: int) -> None:

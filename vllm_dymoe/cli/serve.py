@@ -153,7 +153,7 @@ def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> 
     ]
     print_table("Tokens/s of each request with its whole context in the KV cache", heads, body)
     said = " ".join(f"{name}={value}" for name, value in start.environment.items())
-    typer.echo(f"The same without this command:\n{f'{said} {shlex.join(command)}'.strip()}")
+    typer.echo(f"The equivalent command:\n{f'{said} {shlex.join(command)}'.strip()}")
 
 
 def describe(machine: Machine) -> tuple[str, str]:

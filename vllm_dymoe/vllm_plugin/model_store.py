@@ -337,7 +337,7 @@ class ModelStore:
             resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
             given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
             if removed := clean(given_up):
-                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
+                logger.info("vllm-dymoe: removed %d unfinished folders of starts that have ended", len(removed))
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)
             if existing is None:

@@ -179,7 +179,7 @@ class Bench:
     def serve(self, store: str, options: Options) -> None:
         """Serve with a store, by its name."""
         before = self._model.server
-        self._model.server = ExpertServer(self.store(store), options, torch.device("cpu"))
+        self._model.use(ExpertServer(self.store(store), options, torch.device("cpu")))
         self._scheduler.max_num_scheduled_tokens = WINDOW + 8
         before.engine.close()
 

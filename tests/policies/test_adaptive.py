@@ -1,4 +1,7 @@
-"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
+"""The policy adaptive: dynaexq's minimum, rescued experts, and the waiting dial.
+
+Experts with much weight are rescued; the dial bounds the time that steps wait for them.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +32,10 @@ FROZEN = {"window_s": 1e9}
 
 
 def adaptive(store, places=4, *, fetches=False, on_device=False, link_gbps=None, **parameters):
-    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
+    """Return a server whose high experts stay the same.
+
+    With ``fetches``, misses come over a link; otherwise the CPU computes them.
+    """
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute",
@@ -55,7 +61,10 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
+    """At threshold 0, answers are those of a server with every expert high.
+
+    At a large threshold they are those of dynaexq.
+    """
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -78,7 +87,10 @@ def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_device_rescues_as_the_host_does(fetches, nested):
-    """Small and large batches; what it fetches takes no slot that versions move through."""
+    """In small and in large batches.
+
+    An expert that is fetched for a rescue takes no slot through which versions migrate.
+    """
     store = STORES[nested]
     places = 4 if nested else 1
     rescued = adaptive(store, places, fetches=fetches, on_device=True, threshold=0.0)
@@ -106,7 +118,10 @@ def test_a_device_rescues_as_the_host_does(fetches, nested):
 
 
 def test_the_dial_follows_what_device_planned_steps_have_fetched():
-    """On an emulated link that is far too slow the threshold rises until less is fetched; the device has the host's."""
+    """On a far too slow link, the threshold rises until less is fetched.
+
+    The device uses the host's threshold.
+    """
     server = adaptive(STORES[True], fetches=True, on_device=True, link_gbps=0.001, wait_share=0.05)
     table, (_, threshold) = server.cache.device_table.table, server.policy.precision.thresholds
     begun, largest = int(threshold[0]), 0
@@ -159,7 +174,10 @@ def test_the_dial_has_two_ends():
 
 
 def controlled(share, waits, steps=4000, phases=(Phase.DECODE,)):
-    """Even shares and shares of waiting of steps, of 10 ms and what they wait at a threshold in a phase."""
+    """Run the controller on steps of 10 ms; return even shares and shares of waiting.
+
+    ``waits`` gives a step's wait as a function of the threshold, and of the phase if there are several.
+    """
     now, waited, found = [0.0], [0.0], []
     thresholds = Adaptive(wait_share=share).precision.thresholds
     controller = LinkShare(thresholds, share, HostWaits(lambda: waited[0], lambda: now[0]))
@@ -181,7 +199,10 @@ def test_the_time_that_steps_wait_settles_at_the_share(share):
 
 
 def test_prompts_do_not_move_the_threshold_of_decoded_tokens():
-    """Every ninth step reads a prompt, which fetches a hundred times as much at the same threshold."""
+    """Every ninth step reads a prompt.
+
+    At the same threshold it fetches a hundred times as much.
+    """
 
     def waits(threshold, phase):
         return (2.0 if phase is Phase.PREFILL else 0.02) * np.exp(-threshold)
@@ -193,7 +214,7 @@ def test_prompts_do_not_move_the_threshold_of_decoded_tokens():
 
 
 def test_it_never_winds_up():
-    """From either end it is back within a few hundred steps, however long it was there."""
+    """It returns from either end within 300 steps, however long it was there."""
     calls = iter(range(10**6))
     turned = controlled(0.1, lambda threshold: 0.5 if next(calls) < 2000 else 0.02 * np.exp(-threshold))
     assert max(at for at, _ in turned) == MOST
@@ -226,7 +247,10 @@ def test_ranks_move_their_thresholds_together_and_idleness_counts_for_nothing():
 
 
 def test_a_device_says_later_what_steps_have_waited():
-    """A reading that is not there yet says nothing; one over steps of two phases is left out."""
+    """A reading that has not arrived is skipped.
+
+    One that covers steps of two phases is left out, too.
+    """
     table, now = Table.allocate(1, 4, device="cpu"), [0.0]
     waits = DeviceWaits(table, {HIGH: 0.5}, lambda: now[0])
 
@@ -249,7 +273,7 @@ def test_a_device_says_later_what_steps_have_waited():
 
 
 class NotReady:
-    """A reading that has not ended."""
+    """A copy of the counters that has not arrived yet."""
 
     ready = False
 

@@ -219,7 +219,7 @@ class DeviceWaits:
         return self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
 
     def begin_step(self, phase: Phase) -> StepTime | None:
-        """Begin a step; return what has become known since the last call. See :class:`~.link_share.Waits`."""
+        """Begin a step; return what is known of earlier ones, see ``Waits``."""
         found = None
         if self._on_host.ready:
             before, self._seen = self._seen, self._on_host.take().tolist()

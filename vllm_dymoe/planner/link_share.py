@@ -35,7 +35,7 @@ class Waits(Protocol):
     """Knows how long steps wait for the link."""
 
     def begin_step(self, phase: Phase) -> StepTime | None:
-        """Begin a step; return what has become known of earlier steps since the last call, if anything has."""
+        """Begin a step; return what is newly known of earlier ones, or None."""
         ...
 
 

@@ -228,7 +228,7 @@ class DeviceWaits:
             phases, seconds = self._read
             if len(phases) == 1:
                 waited = sum(count * each for count, each in zip(news, self._seconds, strict=True))
-                found = StepTime(*phases, seconds, waited)
+                found = StepTime(next(iter(phases)), seconds, waited)
             now = self._clock()
             self._read, self._phases, self._begun = (self._phases, now - self._begun), set(), now
             self._on_host.ask(self._fetched)

@@ -167,7 +167,10 @@ MORE = {
     ),
     "hy-v4": Architecture("HYV4Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
     "inkling": Architecture("InklingTextConfig", _MOE | _DENSE_FIRST),
-    "minimax-m3": Architecture("MiniMaxM3VLTextConfig", _MOE | _DENSE_FIRST | {"rotary_dim": 16}),
+    "minimax-m3": Architecture(
+        "MiniMaxM3VLTextConfig",
+        _MOE | _DENSE_FIRST | {"rotary_dim": 16, "intermediate_size": 96, "dense_intermediate_size": 192},
+    ),
     "deepseek-v4": Architecture("DeepseekV4Config", _MOE | {"q_lora_rank": 64, "head_dim": 128}),
 }
 

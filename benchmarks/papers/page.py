@@ -486,7 +486,7 @@ def write(results: Results, folder: Path) -> None:
 
 
 def _chart(at: Any, labels: tuple[str, str, str], places: Sequence[Any], lines: Results, *, log: bool = False) -> None:
-    """Draw a line for each name; ``labels`` are those of the chart, of its places and of its values."""
+    """Draw a line for each name; ``labels`` are the title, and those of x and y."""
     for name, values in lines.items():
         at.plot(places, values, marker="o", label=name)
     title, x, y = labels

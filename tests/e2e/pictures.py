@@ -79,10 +79,20 @@ def _as_thinker(folder: Path) -> None:
     """Make a model the thinker of Qwen3-Omni, whose other parts vLLM does not load."""
     path = folder / "config.json"
     described = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
-    path.write_text(json.dumps(described | {"dtype": "bfloat16", "thinker_config": json.loads(path.read_text())}))
+    thinker = json.loads(path.read_text())
+    thinker["vision_config"] |= {"image_size": 128, "apply_vit_abs_pos_embed": True}  # vLLM reads what transformers drops
+    path.write_text(json.dumps(described | {"dtype": "bfloat16", "thinker_config": thinker}))
     tensors = load_file(folder / "model.safetensors")
     named = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors", {"format": "pt"})
+
+
+def _without_norms(folder: Path) -> None:
+    """Say that queries and keys have no norms, which transformers leaves out and vLLM reads."""
+    path = folder / "config.json"
+    described = json.loads(path.read_text())
+    described["text_config"]["use_qk_norm"] = False
+    path.write_text(json.dumps(described))
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,7 @@ SEEING = {
         },
         ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
         _glm,
+        change=_without_norms,
     ),
     "llama-4": Seeing(
         "Llama4",

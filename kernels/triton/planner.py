@@ -599,7 +599,7 @@ def _find_places(
         order = tl.where(wide, warmth, 0)
         vacant = _vacant(here, slot - first, quota, scratch, expert)
         victims = tl.where(here & (uses == 0), key, _NONE)
-        # If the hottest come first, no expert after the first one without a place finds one either.
+        # If misses come by falling score, the first one that gets no slot is the last that could have got one.
         turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
         for turn_number in range(turns):
             hottest = tl.max(tl.where(missing, order, -1), 0)

@@ -7,9 +7,11 @@ CPU's side, ``triton/cpu_queue.py`` is what a GPU runs, and the functions here a
 
 Fields of an entry, each at a multiple of 128 bytes:
 
-    header  int64 [6]                    number, layer, tokens, number of experts, start and end of the computation
+    header  int64 [7]                    number, layer, tokens, number of experts, start and end of the computation, and
+                                         whether weights multiply the inputs
     calls   int64 [experts, 8]           expert, tag of its encoding, addresses of its sections and residual sections
     ids     int32 [tokens, top_k]        expert ids from the router
+    weights float32 [tokens, top_k]      its weights, if they multiply the inputs
     x       [tokens, hidden]             bfloat16 or float16
     out     [tokens * top_k, hidden]     dtype of x: unweighted rows of the pairs whose expert was computed
 """
@@ -31,7 +33,7 @@ from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.table import Table
 
 ALIGNMENT = 128
-HEADER, CALL = 6, 8  # int64 numbers of an entry's header, and of a call
+HEADER, CALL = 7, 8  # int64 numbers of an entry's header, and of a call
 
 
 class Entry(NamedTuple):
@@ -40,6 +42,7 @@ class Entry(NamedTuple):
     header: Tensor
     calls: Tensor
     ids: Tensor
+    weights: Tensor
     x: Tensor
     out: Tensor
 
@@ -62,13 +65,13 @@ class QueueShape:
         pairs = self.tokens * self.top_k
         ints = (torch.int64, (HEADER,)), (torch.int64, (min(self.experts, pairs), CALL))
         return (
-            *ints, (torch.int32, (self.tokens, self.top_k)), (self.dtype, (self.tokens, self.hidden)),
-            (self.dtype, (pairs, self.hidden)),
+            *ints, (torch.int32, (self.tokens, self.top_k)), (torch.float32, (self.tokens, self.top_k)),
+            (self.dtype, (self.tokens, self.hidden)), (self.dtype, (pairs, self.hidden)),
         )  # fmt: skip
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Byte offsets of calls, ids, x and out in an entry, and an entry's size.
+        """Byte offsets of calls, ids, weights, x and out in an entry, and an entry's size.
 
         Offsets count from the beginning of the entry.
         """
@@ -92,7 +95,7 @@ class QueueMemory:
         if memory.numel() < shape.nbytes or self.address % ALIGNMENT:
             raise ValueError(f"a ring needs {shape.nbytes} bytes at a multiple of {ALIGNMENT}, got {memory.numel()}")
         self.control = control = native.QueueControl.from_address(self.address)
-        control.items, control.ids, control.x, control.out, control.entry_bytes = shape.places
+        control.items, control.ids, control.weights, control.x, control.out, control.entry_bytes = shape.places
         control.depth, control.top_k, control.hidden = shape.depth, shape.top_k, shape.hidden
         self._entries = [self._views(number) for number in range(shape.depth)]
 
@@ -122,7 +125,10 @@ def _next_entry(queue: QueueMemory, turn: Tensor, layer: int, tokens: int, calls
     return entry
 
 
-def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan) -> None:
+def post_plain(
+    queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Tensor, plan: LayerPlan,
+    weights: Tensor | None = None,
+) -> None:  # fmt: skip
     """Post the experts that a layer's plan leaves to the CPU.
 
     Args:
@@ -130,6 +136,7 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
             the address of the ring.
         x: [tokens, hidden].
         ids: int [tokens, top_k].
+        weights: float32 [tokens, top_k], which multiply the experts' inputs; None if they multiply the outputs.
     """
     on_cpu = (plan.action[0, : int(plan.count)] == Action.CPU).nonzero().flatten()
     if (entry := _next_entry(queue, turn, layer, len(x), len(on_cpu))) is None:
@@ -139,6 +146,9 @@ def post_plain(queue: QueueMemory, turn: Tensor, layer: int, x: Tensor, ids: Ten
     calls[:, 2:5] = plan.addresses[0, on_cpu]
     calls[:, 5:] = plan.addresses[-1, on_cpu] if len(plan.addresses) > 1 else 0
     entry.ids[: len(ids)], entry.x[: len(x)] = ids, x
+    entry.header[6] = weights is not None
+    if weights is not None:
+        entry.weights[: len(ids)] = weights
     native_library().post(queue.address, int(turn[0]))
 
 

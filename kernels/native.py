@@ -133,8 +133,8 @@ class QueueControl(Structure):
 
     _fields_ = (
         *((f"{word}{n or ''}", c_int64) for word in ("posted", "answered", "stop") for n in range(16)),
-        *_integers("depth entry_bytes items ids x out top_k hidden busy_ns rows"),
-        ("padding", c_int64 * 6),
+        *_integers("depth entry_bytes items ids weights x out top_k hidden busy_ns rows"),
+        ("padding", c_int64 * 5),
     )
 
 
@@ -212,9 +212,9 @@ class Library:
         """Compute what is posted to the queue at an address until it is stopped.
 
         This releases the interpreter lock. ``layer`` describes what all steps have in common and has scratch for
-        ``tokens`` tokens. ``forms`` holds the tags of encodings and where their matrices begin. With ``spin_ns``,
-        ``layer.threads`` threads spin for so long after each answer; otherwise OpenMP's threads compute, which sleep
-        between two answers.
+        all pairs of ``tokens`` tokens. ``forms`` holds the tags of encodings and where their matrices begin. With
+        ``spin_ns``, ``layer.threads`` threads spin for so long after each answer; otherwise OpenMP's threads compute,
+        which sleep between two answers.
         """
         listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
         parallel = self.parallel if layer.threads > 1 else None

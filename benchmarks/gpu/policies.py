@@ -200,7 +200,7 @@ def host_waits(name: str, kind: Kind) -> list[str]:
             return self._x
 
     nothing = dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
-    nothing |= {"forward": lambda self, table, layer, rows, plan, x, *_: x}
+    nothing |= {"forward": lambda self, table, layer, rows, plan, x, *_, **__: x}
     nothing |= {"large_batch_step": lambda *arguments: Nothing(*arguments[:4])}
     with mock.patch.multiple(PlainKernels, **nothing), mock.patch.object(on_device, "name_experts"):
         server = server_of(name, kind.store())

@@ -11,12 +11,12 @@ struct alignas(128) Word { i64 value; };
 
 struct QueueControl {
     Word posted, answered, stop;                // written by the device; by poller and watchdog; by the host
-    i64 depth, entry_bytes, items, ids, x, out; // number of entries, bytes of each, and offsets in it
+    i64 depth, entry_bytes, items, ids, weights, x, out; // number of entries, bytes of each, and offsets in it
     i64 top_k, hidden;
     i64 busy_ns, rows;                          // work that the poller has done so far
 };
 
-struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns; };
+struct Entry { i64 number, layer, tokens, count, began_ns, ended_ns, on_input; };
 struct Call { i64 expert, tag, sections[3], residual[3]; };
 struct Form { i64 tag, number; };
 
@@ -42,7 +42,7 @@ static void rest(i64 times) {
 }
 
 // Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. An entry has at most
-// `tokens` rows of the layer's scratch, and at most `positions` positions. With `spin_ns`, threads of its own spin for so
+// `tokens` tokens; the layer's scratch has a row for each pair of them. With `spin_ns`, threads of its own spin for so
 // long after each answer, and take the place of `parallel`.
 API void dymoe_answer(
     QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
@@ -52,6 +52,7 @@ API void dymoe_answer(
     i64 since = nanoseconds();
     std::vector<i64> rows, pairs;
     std::vector<Item> items;
+    std::vector<uint16_t> scaled;
     layer->hidden = control->hidden;
     for (i64 idle = 0; !__atomic_load_n(&control->stop.value, __ATOMIC_ACQUIRE);) {
         i64 answered = __atomic_load_n(&control->answered.value, __ATOMIC_ACQUIRE);
@@ -86,6 +87,15 @@ API void dymoe_answer(
         layer->tokens = entry->tokens, layer->items = items.size(), layer->positions = rows.size();
         layer->out_rows = entry->tokens * control->top_k;
         layer->x = (const uint16_t*)(at + control->x), layer->out = (uint16_t*)(at + control->out);
+        if (entry->on_input) {  // weights multiply the inputs, so each position has a row of its own
+            const float* weights = (const float*)(at + control->weights);
+            scaled.resize(rows.size() * control->hidden);
+            for (size_t n = 0; n < rows.size(); n++) {
+                scale_row(layer->x + rows[n] * control->hidden, weights[pairs[n]], control->hidden, layer->dtype, scaled.data() + n * control->hidden);
+                rows[n] = (i64)n;
+            }
+            layer->x = scaled.data(), layer->tokens = (i64)rows.size();
+        }
         layer->item = items.data(), layer->rows = rows.data(), layer->pairs = pairs.data();
         layer->phase = READ, layer->last = DOWN;
         dymoe_experts(layer, isa, parallel);

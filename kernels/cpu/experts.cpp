@@ -242,6 +242,17 @@ API void dymoe_round_block(Rounding* block, int isa) {
     portable::round_block(block);
 }
 
+// Multiply a row of inputs with a router's weight; weight and products are rounded to the dtype.
+static void scale_row(const uint16_t* x, float weight, i64 hidden, i64 dtype, uint16_t* into) {
+    const auto rounded = [&](float value) {
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        return dtype == BFLOAT16 ? to_bfloat16(bits) : to_float16(bits);
+    };
+    weight = half_to_float(rounded(weight), dtype);
+    for (i64 c = 0; c < hidden; c++) into[c] = rounded(half_to_float(x[c], dtype) * weight);
+}
+
 #include "cpu_queue.h"
 #include "moe_layer.h"
 

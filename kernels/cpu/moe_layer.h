@@ -292,16 +292,8 @@ const float* weights_of(const MoeLayer& m, Work& w, bool complete) {
 void scale_inputs(const MoeLayer& m, Work& w) {
     const i64 hidden = m.kernel.hidden, dtype = m.kernel.dtype;
     w.scaled.resize(m.tokens * m.top_k * hidden);
-    const auto rounded = [&](float value) {
-        uint32_t bits;
-        memcpy(&bits, &value, 4);
-        return dtype == BFLOAT16 ? to_bfloat16(bits) : to_float16(bits);
-    };
-    for (i64 p = 0; p < m.tokens * m.top_k; p++) {
-        const float weight = half_to_float(rounded(m.weights[p]), dtype);
-        const uint16_t* from = m.x + p / m.top_k * hidden;
-        for (i64 c = 0; c < hidden; c++) w.scaled[p * hidden + c] = rounded(half_to_float(from[c], dtype) * weight);
-    }
+    for (i64 p = 0; p < m.tokens * m.top_k; p++)
+        scale_row(m.x + p / m.top_k * hidden, m.weights[p], hidden, dtype, w.scaled.data() + p * hidden);
 }
 
 }  // namespace

@@ -44,11 +44,12 @@ class DeviceQueue(NamedTuple):
 
 def post(
     device_queue: DeviceQueue, layer: int, x: Tensor, ids: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
-    *, start: Start = run_kernel,
+    weights: Tensor | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run ``post_plain`` on the device, for the real tokens.
 
-    ``rows`` is int32 [1], the number of real tokens; ``plan`` has the tensors of a LayerPlan, by name.
+    ``rows`` is int32 [1], the number of real tokens; ``plan`` has the tensors of a LayerPlan, by name. ``weights`` are
+    None unless they multiply the experts' inputs.
     """
     shape = device_queue.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
@@ -58,14 +59,10 @@ def post(
     items, addresses = len(plan["experts"]), plan["addresses"]
     listed = (plan[name] for name in ("count", "action", "experts", "bits"))
     sizes = {"NESTED": len(addresses) > 1, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
-    places = dict(zip(("CALLS", "IDS", "X"), shape.places, strict=False)) | {"TOP_K": shape.top_k}
-    start(
-        post_kernel,
-        (1,),
-        (device_queue.turn, x, ids, rows, *listed, addresses[0], addresses[-1], layer, len(x)),
-        device_queue.constants | places | sizes,
-        {"num_warps": 4},
-    )
+    places = dict(zip(("CALLS", "IDS", "WEIGHTS", "X"), shape.places, strict=False)) | {"TOP_K": shape.top_k}
+    places["ON_INPUT"] = weights is not None
+    given = device_queue.turn, x, ids, x if weights is None else weights, rows, *listed, addresses[0], addresses[-1]
+    start(post_kernel, (1,), (*given, layer, len(x)), device_queue.constants | places | sizes, {"num_warps": 4})
 
 
 def wait(turn: Tensor, *, start: Start = run_kernel) -> None:
@@ -79,7 +76,7 @@ def take(device_queue: DeviceQueue, rows_out: Tensor, computed: Tensor, *, start
     Which pairs count is written to `device_queue.present`.
     """
     arguments = device_queue.turn, rows_out, computed, device_queue.present
-    constants = device_queue.constants | {"OUT": device_queue.shape.places[3]}
+    constants = device_queue.constants | {"OUT": device_queue.shape.places[4]}
     start(collect_kernel, (computed.numel(),), arguments, constants, {"num_warps": 4})
 
 
@@ -107,16 +104,16 @@ def collect(
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "turn", "x", "ids", "rows", "count", "action", "experts", "bits", "addresses", "residual",
+        "turn", "x", "ids", "weights", "rows", "count", "action", "experts", "bits", "addresses", "residual",
     ],
     do_not_specialize=["layer", "tokens"],
 )  # fmt: skip
 def post_kernel(
-    turn, x, ids, rows, count, action, experts, bits, addresses, residual,
+    turn, x, ids, weights, rows, count, action, experts, bits, addresses, residual,
     layer: tl.int32, tokens: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
-    X: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr,
-    ITEMS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, X: tl.constexpr, ON_INPUT: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
+    NESTED: tl.constexpr, WIDTH: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill the next entry and write its number.
 
@@ -138,6 +135,7 @@ def post_kernel(
         tl.store(header + 1, layer.to(tl.int64))
         tl.store(header + 2, real.to(tl.int64))
         tl.store(header + 3, some.to(tl.int64))
+        tl.store(header + 6, number * 0 + (1 if ON_INPUT else 0))
         call = (entry + CALLS).to(tl.pointer_type(tl.int64)) + 8 * (tl.cumsum(on_cpu.to(tl.int32), 0) - 1)
         tl.store(call, tl.load(experts + item, mask=on_cpu, other=0).to(tl.int64), mask=on_cpu)
         tl.store(call + 1, tl.load(bits + 3 * item + 1, mask=on_cpu, other=0).to(tl.int64), mask=on_cpu)
@@ -152,6 +150,9 @@ def post_kernel(
         for first in range(0, real * TOP_K, BLOCK):
             inside = first + lane < real * TOP_K
             tl.store(chosen + first + lane, tl.load(ids + first + lane, mask=inside).to(tl.int32), mask=inside)
+            if ON_INPUT:
+                given = (entry + WEIGHTS).to(tl.pointer_type(tl.float32))
+                tl.store(given + first + lane, tl.load(weights + first + lane, mask=inside), mask=inside)
         words: tl.constexpr = tl.int64 if HIDDEN % 4 == 0 else tl.int16  # type of the words that cross the link
         wide: tl.constexpr = HIDDEN // 4 if HIDDEN % 4 == 0 else HIDDEN
         source = x.to(tl.pointer_type(words))

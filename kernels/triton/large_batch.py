@@ -24,6 +24,7 @@ from vllm_dymoe.kernels.triton.planner import (
     number_of,
     outside_of,
     plan_small_batch_on_gpu,
+    row_of,
     tell_outside,
     weights_of,
 )
@@ -92,8 +93,8 @@ def plan_large_batch_on_gpu(
         ids, weights, rows, scratch, plan["rows"], plan["pairs"], large["ids"], large["weights"], table["staged_for"],
         table["outside"], table["renormalizes"],
     )  # fmt: skip
-    start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer), sizes,
-          options)  # fmt: skip
+    start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer),
+          sizes | {"ON_INPUT": shape.weights_on_input}, options)  # fmt: skip
 
 
 @triton.jit(
@@ -303,7 +304,7 @@ def _fill(rows, value, first, stop, lane, WIDTH: tl.constexpr):
 def place_pairs_kernel(
     ids, weights, rows, scratch, item_rows, item_pairs, computed, computed_weights, staged_for, outside, renormalizes,
     chunk: tl.int32, chunks: tl.int32, positions: tl.int32, layer: tl.int32,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ON_INPUT: tl.constexpr,
 ):  # fmt: skip
     """Write the position of every pair, and the experts of pairs that have one.
 
@@ -327,9 +328,9 @@ def place_pairs_kernel(
         inside = inside & (begin >= 0)
         position = begin + tl.load(before + one_id, mask=inside, other=0) + tl.load(ranks + pair, mask=inside, other=0)
         tl.store(item_pairs + position, pair, mask=inside)
-        tl.store(item_rows + position, pair // TOP_K, mask=inside)
+        tl.store(item_rows + position, row_of(pair, TOP_K, ON_INPUT), mask=inside)
         tl.store(computed + pair, tl.where(inside, one_id, -1), mask=own)
-        weight = weights_of(weights, ids, scratch, pair, real, renormalizes, EXPERTS, TOP_K)
+        weight = weights_of(weights, ids, scratch, pair, real, renormalizes, EXPERTS, TOP_K, ON_INPUT)
         tl.store(computed_weights + pair, weight, mask=own)
         wrong = tl.maximum(wrong, outside_of(ids, pair, tl.where(own, real, 0), EXPERTS))
     tell_outside(outside + layer, wrong)

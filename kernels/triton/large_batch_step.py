@@ -33,6 +33,7 @@ from vllm_dymoe.kernels.triton.start import PreparedLaunch
 from vllm_dymoe.kernels.triton.tiles import Tiles
 from vllm_dymoe.planner.large_batch import ADMITTED, STREAMED, LargeBatchShape, LargeBatchWork
 from vllm_dymoe.planner.plan import LayerPlan
+from vllm_dymoe.planner.weights import weighted_inputs
 
 
 class TritonLargeBatch:
@@ -98,7 +99,8 @@ class TritonLargeBatch:
             self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
             vars(self._lists[self._parity]), marks, self._disk_queue,
         )  # fmt: skip
-        self._x = rotated_inputs(x, self._rotation)
+        inputs = weighted_inputs(x, weights) if self.shape.weights_on_input else x
+        self._x = rotated_inputs(inputs, self._rotation)
         self._hidden = x.new_empty(self.shape.positions, self._inner)
         self._out = x.new_empty(self.shape.positions, x.shape[1])
         if not self._launches:

@@ -92,6 +92,7 @@ def plan_small_batch_on_gpu(
     chunks: int = 0,
     marked: bool = False,
     on_cpu: bool = False,
+    weights_on_input: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """Run ``plan_small_batch`` on the device, in one launch.
@@ -106,6 +107,7 @@ def plan_small_batch_on_gpu(
         chunks: of a large-batch step, whose pairs ``large_batch`` has counted and will place.
         marked: pairs of prompts and of heavy hitters have been counted, too.
         on_cpu: whether the CPU may execute some experts; otherwise the table's costs are not read.
+        weights_on_input: see ``plan_small_batch``; in a large batch pairs are placed later.
         start: launch, or only compile.
 
     Raises:
@@ -147,6 +149,7 @@ def plan_small_batch_on_gpu(
             "LARGE": chunks > 0,
             "MARKED": marked,
             "CPU": on_cpu,
+            "ON_INPUT": weights_on_input,
             "WIDTH": width,
             "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
         },
@@ -224,6 +227,7 @@ def decide_kernel(
     LARGE: tl.constexpr,
     MARKED: tl.constexpr,
     CPU: tl.constexpr,
+    ON_INPUT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -244,6 +248,7 @@ def decide_kernel(
         LARGE: pairs are counted already, and placed later; nothing is recorded.
         MARKED: prompts and other tokens have their own measures, and an expert needs to meet one of them.
         CPU: whether the CPU executes some of the experts.
+        ON_INPUT: weights multiply inputs, which have a row for each pair.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -492,7 +497,7 @@ def decide_kernel(
             inside = inside & (begin_at >= 0)
             position = begin_at + tl.load(ranks + pair, mask=inside, other=0)
             tl.store(item_pairs + position, pair, mask=inside)
-            tl.store(item_rows + position, pair // TOP_K, mask=inside)
+            tl.store(item_rows + position, row_of(pair, TOP_K, ON_INPUT), mask=inside)
             beyond = (pair >= total) & (pair < tokens * TOP_K)
             tl.store(item_pairs + pair, 0, mask=beyond)
             tl.store(item_rows + pair, 0, mask=beyond)
@@ -501,7 +506,7 @@ def decide_kernel(
                 computed = tl.load(item_scratch + WIDTH + one_id, mask=inside, other=0)
             tl.store(item_computed + pair, computed, mask=pair < tokens * TOP_K)
             wrong = tl.maximum(wrong, outside_of(ids, pair, real * TOP_K, EXPERTS))
-            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K)
+            weight = weights_of(weights, ids, item_scratch, pair, real * TOP_K, renormalizes, EXPERTS, TOP_K, ON_INPUT)
             tl.store(item_weights + pair, weight, mask=pair < tokens * TOP_K)
         tell_outside(outside + layer, wrong)
 
@@ -735,8 +740,17 @@ def outside_of(ids, pair, count, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """Return the weights of some pairs, float32.
+def row_of(pair, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr):
+    """Return the rows of the input that some pairs read."""
+    return pair if ON_INPUT else pair // TOP_K
+
+
+@triton.jit
+def weights_of(
+    weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    ON_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of the outputs of some pairs, float32.
 
     If it is asked for, they take over those of a token's skipped experts.
 
@@ -745,18 +759,27 @@ def weights_of(weights, ids, begins, pair, count, renormalizes, EXPERTS: tl.cons
         pair: the pairs' numbers; weights from `count` on are 0.
         renormalizes: of the table.
     """
-    weight = tl.load(weights + pair, mask=pair < count, other=0.0)
+    weight = _weight_at(weights, pair, pair < count, ON_INPUT)
     if tl.load(renormalizes) != 0:
         here = tl.where(pair < 0, weight, 0.0)  # zeros
         stays = here
         for k in range(TOP_K):
             other = pair // TOP_K * TOP_K + k
             one_id, inside = ids_of(ids, other, count, EXPERTS)
-            one = tl.load(weights + other, mask=inside, other=0.0)
+            one = _weight_at(weights, other, inside, ON_INPUT)
             here += one
             stays += tl.where(tl.load(begins + one_id, mask=inside, other=-1) >= 0, one, 0.0)
         weight = weight * tl.where(stays > 0, tl.div_rn(here, stays), 1.0)
     return weight
+
+
+@triton.jit
+def _weight_at(weights, pair, inside, ON_INPUT: tl.constexpr):
+    """Return what outputs are multiplied with: the router's weight, or 1 if that multiplies inputs; 0 elsewhere."""
+    if ON_INPUT:
+        return tl.where(inside, 1.0, 0.0)
+    else:
+        return tl.load(weights + pair, mask=inside, other=0.0)
 
 
 @triton.jit

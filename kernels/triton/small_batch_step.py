@@ -25,6 +25,7 @@ from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import Tiles
+from vllm_dymoe.planner.weights import weighted_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,7 @@ class SmallBatchStep:
         out: Tensor,
         device_queue: DeviceQueue | None = None,
         *,
+        weights_on_input: bool = False,
         start: Start = run_kernel,
     ) -> None:
         """Compute out[token] = weighted sum over the token's experts, zero without any.
@@ -79,6 +81,7 @@ class SmallBatchStep:
             out: [tokens, hidden], dtype of x, overwritten.
             device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
                 fetched.
+            weights_on_input: weights multiply the experts' inputs, which are made by torch first.
             start: launch, or only compile.
 
         Raises:
@@ -89,12 +92,15 @@ class SmallBatchStep:
         needed, held = self.nbytes(tokens, top_k), self.memory.numel()
         if held < needed:
             raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
-        plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, on_cpu=device_queue is not None, start=start)
+        plan_small_batch_on_gpu(
+            table, layer, ids, weights, rows, plan, on_cpu=device_queue is not None, weights_on_input=weights_on_input,
+            start=start,
+        )  # fmt: skip
         if self.disk_queue is not None:
             ask(self.disk_queue, layer, plan, start=start)
             take_sources(self.disk_queue, table, layer, plan, start=start)
         if device_queue is not None:
-            post(device_queue, layer, x, ids, rows, plan, start=start)
+            post(device_queue, layer, x, ids, rows, plan, weights if weights_on_input else None, start=start)
         positions, inner = tokens * top_k, self.shape.intermediate
         hidden = self.memory[: 2 * positions * inner].view(x.dtype).view(positions, inner)
         scratch = Scratch(self.memory[self._hidden_bytes(positions) : needed].view(torch.float32), self.semaphores)
@@ -104,6 +110,8 @@ class SmallBatchStep:
         work, at, tiles = plan["work"], (plan["rows"], plan["pairs"]), self.tiles
         if tiles.gate_up.tensor_cores:
             tiles = tiles.on_tensor_cores(tokens, dependent=self.dependent)
+        if weights_on_input:
+            x = weighted_inputs(x, weights)
         x = rotated_inputs(x, self.shape.rotation(self.precisions), start=start)
         decode_gate_up(
             x, hidden, experts, WorkList(work[:-1], *at), self.activation, tiles.gate_up, scratch, start=start

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.e2e.engines import answer, engine, prompts, server_of
+from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.engines import answer, engine, prompts, random_prompts, server_of, small_engine
 from tests.e2e.full_replays import replayed_steps
 from tests.executor.device_planned import check_device_planned
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
@@ -50,6 +51,19 @@ def test_the_device_computes_what_the_host_computes():
             assert stats.planned == planned
             assert stats.hits + stats.misses == planned["high"] + planned["low"]
         assert int(server.cache.device_table.table.step.min()) > 0
+
+
+def test_router_weights_that_multiply_inputs_are_planned_by_the_device(tmp_path):
+    """Llama 4's, on an emulated card, by whose link or CPU worker misses go; prompts are large batches."""
+    folder, common = ARCHITECTURES["llama-4"].save(tmp_path / "model"), {"high": 4, "low": 0, "host_store": "pinned"}
+    with small_engine(folder, common) as llm:
+        want = answer(llm, random_prompts(), TOKENS)
+    for misses in ("fetch", "compute"):
+        with small_engine(folder, common | {"expert_budget": "30%", "link_gbps": 8.0, "misses": misses}) as llm:
+            assert answer(llm, random_prompts(), TOKENS) == want, misses
+            server = server_of(llm)
+            assert server.small_batches is not None
+            assert bool(server.stats().cpu_executed) == (misses == "compute")
 
 
 def test_replayed_steps_decide_anew_with_nothing_of_the_host(tmp_path):

@@ -42,9 +42,9 @@ def device_planned_server(store, budget="50%", policy=None, **options):
     return server
 
 
-def decode(server, layer, x, weights, ids, activation=Activation.SILU, rows=None):
+def decode(server, layer, x, weights, ids, activation=Activation.SILU, rows=None, **told):
     server.small_batches.tell(len(x) if rows is None else rows)
-    out = server.small_batches.forward(layer, x, weights, ids, activation)
+    out = server.small_batches.forward(layer, x, weights, ids, activation, **told)
     server.small_batches.tell(0)
     return out
 
@@ -56,11 +56,11 @@ def run_large_batch(server, layer, x, weights, ids, activation=Activation.SILU, 
     return out
 
 
-def run_device_planned(server, steps, activation=Activation.SILU):
+def run_device_planned(server, steps, activation=Activation.SILU, **told):
     outputs = []
     for seed, layer, tokens in steps:
         run = decode if tokens <= SMALL_BATCH_ROWS else run_large_batch
-        outputs.append(run(server, layer, *random_step(seed, tokens, server.experts), activation))
+        outputs.append(run(server, layer, *random_step(seed, tokens, server.experts), activation, **told))
         check_device_planned(server)
     return outputs
 

@@ -83,10 +83,10 @@ class RecordedKernels(PlainKernels):
         self._history, self._branch = history, branch
         self._chance, self._clocks, self._watched = random.Random(0), [], False
 
-    def forward(self, *arguments):
+    def forward(self, *arguments, **told):
         *_, cpu_queue = arguments
         with contextlib.nullcontext() if cpu_queue is None else DeviceAccesses(self._history, cpu_queue):
-            return super().forward(*arguments)
+            return super().forward(*arguments, **told)
 
     def fetch(self, source, destination):
         stream = self._branch.stream

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.cache.store.stores import read, write
-from tests.executor.steps import BUDGETS, STEPS, ByNumber, equal, make_server, random_step, run, with_budget
+from tests.executor.device_planned import decode, device_planned_server, run_device_planned
+from tests.executor.steps import BUDGETS, STEPS, ByNumber, equal, forward, make_server, random_step, run, with_budget
 from tests.small_model import make_experts, make_store
 from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.experts.format import ModelExperts, SliceKey
@@ -52,11 +53,42 @@ def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
         if budget == "50%":  # another precision
             continue
         assert equal(want, got), budget
+    for budget in BUDGETS:
+        server = device_planned_server(store, budget)
+        assert equal(want, run_device_planned(server, STEPS, activation, **told)), budget
     for (seed, layer, tokens), got in zip(STEPS, want, strict=True):
         x, weights, ids = random_step(seed, tokens, experts)
         right = reference(store, Routing(layer, 2, x, ids, weights, **told), activation)
         # bf16: rounding of the input's product, the inner activation, each expert's output and the sum.
         assert (got.double() - right).norm() / right.norm() < 1e-2
+
+
+@pytest.mark.parametrize("skipped_weights", ["keep", "renormalize"])
+@pytest.mark.parametrize("low", [0, 2])
+def test_a_device_plans_weights_on_inputs_as_the_host_does(low, skipped_weights):
+    """By the router's weights, which choose precisions, although outputs weigh 1; also where experts are skipped."""
+    chosen = {"retention": 0.5, "high_by": "depth", "reuse_high": False, "skipped_weights": skipped_weights}
+    store, told = make_store(make_experts(num_experts=8, top_k=3)), {"weights_on_input": True}
+    want = run(make_server(store, "100%", Dymoe(**chosen), low=low), STEPS, **told)
+    for budget in ("50%", "minimum"):
+        server = device_planned_server(store, budget, Dymoe(**chosen), low=low)
+        assert equal(want, run_device_planned(server, STEPS, **told)), budget
+    unscaled = run(make_server(store, "100%", Dymoe(**chosen), low=low), STEPS)
+    assert not any(map(torch.equal, want, unscaled))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_cpu_worker_of_a_device_multiplies_inputs_as_the_device_does(top_k):
+    """In one step after another that does not, whose rows are in the same entries."""
+    store = make_store(make_experts(num_experts=8, top_k=top_k))
+    server = device_planned_server(store, "minimum", low=0, misses="compute")
+    host = make_server(store, low=0)
+    for number, (seed, layer, tokens) in enumerate(STEPS):
+        told = {"weights_on_input": number % 3 > 0}
+        given = random_step(seed, min(tokens, 16), store.experts)
+        assert torch.equal(decode(server, layer, *given, **told), forward(host, layer, *given, **told))
+    assert server.stats().cpu_executed > 10
+    server.close()
 
 
 @pytest.mark.parametrize("in_files", [False, True])

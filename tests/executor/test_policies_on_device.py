@@ -82,7 +82,7 @@ def test_predictions_evict_nothing_and_leave_slots_for_experts_of_several_tokens
 @pytest.mark.parametrize("policy", ON_DEVICE)
 def test_no_policy_waits_for_the_device(policy, monkeypatch):
     """With launches that do nothing, and values that only the device has."""
-    monkeypatch.setattr(PlainKernels, "forward", lambda self, table, layer, rows, plan, x, *_: x)
+    monkeypatch.setattr(PlainKernels, "forward", lambda self, table, layer, rows, plan, x, *_, **__: x)
     monkeypatch.setattr(PlainKernels, "list_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "copy_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "judge_predicted", lambda *_: None)

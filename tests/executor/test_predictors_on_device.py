@@ -261,7 +261,7 @@ def test_steps_that_do_not_pay_are_dropped_between_steps(monkeypatch):
 @pytest.mark.parametrize("kind", MAKES)
 def test_no_predictor_waits_for_the_device(kind, monkeypatch):
     """With launches that do nothing and numbers that only the device has."""
-    nothing = {"forward": lambda self, table, layer, rows, plan, x, *_: x}
+    nothing = {"forward": lambda self, table, layer, rows, plan, x, *_, **__: x}
     nothing |= dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     for name, does in nothing.items():
         monkeypatch.setattr(PlainKernels, name, does)

@@ -25,7 +25,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.server import ExpertServer, Parts, expert_server
 
-ON_INPUT = "the router's weights multiply the experts' inputs"
+OBSTACLE = "its kernels failed their self-test on this card"
 MIXED = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
 HANDED_ON = Dymoe(retention=0.5, high_by="depth", reuse_high=False, skipped_weights="renormalize")
 POLICIES = {
@@ -165,14 +165,14 @@ def test_changes_between_steps_are_values_and_no_memory_moves(memory_store, chan
 
 def test_what_decides_is_checked(memory_store, monkeypatch):
     options = Options(group_size=32, planning="device")
-    with refused(ON_INPUT, option="planning"):
-        ExpertServer(memory_store, options, CPU, obstacle=ON_INPUT)
+    with refused(OBSTACLE, option="planning"):
+        ExpertServer(memory_store, options, CPU, obstacle=OBSTACLE)
     parts = Parts(CPU)
     parts.device_memory = SimpleNamespace(shares_addresses=lambda: False)
     with refused("addresses", option="planning"):
         ExpertServer(memory_store, options, CPU, parts=parts)
-    said = plans_on_device(Options(), Exact(), "cuda", obstacle=ON_INPUT)
-    assert said == (False, ON_INPUT), "where the device was not asked for the host takes over, and says why"
+    said = plans_on_device(Options(), Exact(), "cuda", obstacle=OBSTACLE)
+    assert said == (False, OBSTACLE), "where the device was not asked for the host takes over, and says why"
     with monkeypatch.context() as without, refused("native library", option="planning"):
         without.setattr(disk_queue.native, "load", lambda *_: None)
         make_server(FaultyStore(memory_store), planning="device")

@@ -41,10 +41,11 @@ def test_post_and_collect_are_their_plain_twins(nested, hidden):
         ids, weights = decode_steps.random_step(seed, 1 + seed % 5)
         real, x = max(1, len(ids) - 1), torch.randn(len(ids), hidden).bfloat16()
         plan = decide(table, seed % 2, ids, weights, real)
-        post_plain(queues[0], turns[0], seed % 2, x[:real], ids[:real], plan)
+        scales = weights if seed % 3 else None  # where they multiply inputs
+        post_plain(queues[0], turns[0], seed % 2, x[:real], ids[:real], plan, None if scales is None else scales[:real])
         device_queue = DeviceQueue(queues[1].shape, turns[1], torch.full((18,), 77, dtype=torch.int32))
         told = real if real < len(ids) else real + seed  # no more rows are tokens than there are
-        post(device_queue, seed % 2, x, ids, rows(told), plan.tensors)
+        post(device_queue, seed % 2, x, ids, rows(told), plan.tensors, scales)
         on_cpu = bool((plan.action == Action.CPU).any())
         posted += on_cpu
         assert queues[1].control.posted == posted

@@ -42,7 +42,7 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
         shape = LargeBatchShape(
             tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None,
-            decoded=(2, 4)[seed % 2],
+            decoded=(2, 4)[seed % 2], weights_on_input=seed % 5 == 1,
         )  # fmt: skip
         layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0

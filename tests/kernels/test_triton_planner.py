@@ -52,7 +52,7 @@ def test_any_predictions_and_steps(
         ids, weights = random_step(seed, tokens)
         if foreseen and not nested:
             twins.stage(layer, seed)
-        twins.step(layer, ids, weights, real=seed % (tokens + 3))
+        twins.step(layer, ids, weights, real=seed % (tokens + 3), weights_on_input=seed % 3 == 1)
         check_integrity(twins.plain.on_host(), ranges=True)
 
 

@@ -12,7 +12,8 @@ from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
-from vllm_dymoe.experts.encoding import PLAIN
+from vllm_dymoe.experts.encoding import E8, PLAIN
+from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
@@ -91,6 +92,21 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
         server = device_planned_server(store, budget, policy())
         assert isinstance(server.small_batches.kernel, TritonKernels)
         assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True)), budget
+
+
+@pytest.mark.parametrize("encoding", [GRIDS[4], E8], ids=lambda encoding: encoding.name)
+def test_weights_on_inputs_have_the_bits_of_steps_with_the_host(on_triton, encoding):
+    """Small and large batches, with a row of the input for each pair, which lattice codes rotate."""
+    high, told = encoding.bits, {"weights_on_input": True}
+    plain = make_experts(bits=(high,), dtype=torch.float16)
+    experts = replace(plain, formats={high: replace(plain.formats[high], encoding=encoding)})
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    steps = [(0, 0, 1), (1, 1, 3), (2, 0, 40)]
+    want = run(make_server(store, "100%", low=0, high=high), steps, **told)
+    server = device_planned_server(store, "50%", low=0, high=high)
+    assert isinstance(server.small_batches.kernel, TritonKernels)
+    assert all(map(torch.equal, run_device_planned(server, steps, **told), want))
+    assert not any(map(torch.equal, run_device_planned(server, steps), want))
 
 
 @pytest.mark.parametrize("nested", [False, True])

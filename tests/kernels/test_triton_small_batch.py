@@ -14,7 +14,7 @@ from vllm_dymoe.planner.table import Table
 EXPERTS, TOP_K = 6, 2
 
 
-def traced(planted=lambda ids: None):
+def traced(planted=lambda ids: None, **told):
     launches = []
 
     def start(kernel, grid, tensors, constants, options):
@@ -35,7 +35,7 @@ def traced(planted=lambda ids: None):
         planted(ids)
         x = empty(4, 256, dtype=torch.bfloat16)
         count = empty(1, dtype=torch.int32)
-        step.run(table, 0, x, ids, empty(4, TOP_K), count, plan, torch.empty_like(x), start=start)
+        step.run(table, 0, x, ids, empty(4, TOP_K), count, plan, torch.empty_like(x), **told, start=start)
     return launches
 
 
@@ -50,9 +50,10 @@ def sizes(kind):
     }
 
 
-def test_a_step_is_three_launches_without_a_host():
+@pytest.mark.parametrize("weights_on_input", [False, True])
+def test_a_step_is_three_launches_without_a_host(weights_on_input):
     """Grids depend only on the shape: 4 tokens and 6 experts give at most 6 items, and one that asks for zeros."""
-    launches = traced()
+    launches = traced(weights_on_input=weights_on_input)
     assert launches == [("decide_kernel", (1,)), ("gate_up_kernel", (2, 6, 2)), ("down_kernel", (4, 7, 2))]
 
 

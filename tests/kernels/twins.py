@@ -44,15 +44,15 @@ class Twins:
             table.staged[half].copy_(staged)
             table.staged_for[half] = layer
 
-    def step(self, layer, ids, weights, real=None):
+    def step(self, layer, ids, weights, real=None, **told):
         """Plan with both and compare everything; returns the plain plan."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
         expected = LayerPlan.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
         found = moved(expected, self._soiled)
-        plan_small_batch(self.plain, layer, ids, weights, count, expected)
+        plan_small_batch(self.plain, layer, ids, weights, count, expected, **told)
         placed, on_cpu = map(self.place, (ids, weights, count)), bool(self.plain.cpu_costs.any())
-        plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, on_cpu=on_cpu)
+        plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, on_cpu=on_cpu, **told)
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values.nan_to_num(7), getattr(found, name).cpu().nan_to_num(7)), name
@@ -64,7 +64,8 @@ class Twins:
         plan, large = _of_shape(shape, lambda values: values)
         found, lists = _of_shape(shape, self._soiled)
         found.bits[-1] = 0
-        plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, large=True, marks=marks)
+        told = {"large": True, "marks": marks, "weights_on_input": shape.weights_on_input}
+        plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, **told)
         plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, _classes(shape), large)
         on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
         plan_large_batch_on_gpu(

@@ -70,8 +70,8 @@ BROKEN = pytest.mark.parametrize("spoil", [wrong_strip, wrong_everywhere, not_a_
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
     class Broken(PlainKernels):
-        def forward(self, table, layer, real, plan, x, *others):
-            out = super().forward(table, layer, real, plan, x, *others)
+        def forward(self, table, layer, real, plan, x, *others, **told):
+            out = super().forward(table, layer, real, plan, x, *others, **told)
             if len(x) == rows:
                 spoil(out)
             return out

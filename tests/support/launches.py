@@ -34,13 +34,13 @@ class Launch:
 def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | None]) -> Callable[..., Any]:
     """A function that replaces a kernel: a running capture records the call without looking into it."""
 
-    def launched(*arguments: Any) -> Any:
+    def launched(*arguments: Any, **options: Any) -> Any:
         launches = capturing()
         if launches is None:
-            return plain(*arguments)
+            return plain(*arguments, **options)
         with _disable_current_modes():
-            results = plain(*arguments)
-            launches.append(Launch(plain, arguments, {}, tensors(results)))
+            results = plain(*arguments, **options)
+            launches.append(Launch(plain, arguments, options, tensors(results)))
         return results
 
     return launched

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from tests.support.happens_before import Clock
 from tests.support.recorded_device import COMPUTATION
 from vllm_dymoe.executor.cpu_worker import CpuQueue
+from vllm_dymoe.kernels.cpu_queue import Entry
 
-PARTS = ("header", "calls", "ids", "x", "out")
+PARTS = Entry._fields
 
 
 class RecordedCpuQueue(CpuQueue):

@@ -233,7 +233,7 @@ def test_a_step_fails_if_a_draft_chooses_an_expert_outside_the_model():
 class Launches:
     name = "launches"
 
-    def forward(self, table, layer, rows, plan, x, weights, ids, activation, cpu_queue):
+    def forward(self, table, layer, rows, plan, x, weights, ids, activation, cpu_queue, **told):
         assert plan.computed.shape == ids.shape
         return torch.empty_like(x)
 

@@ -93,15 +93,6 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
     assert layer_numbers(both) == (1, 4, 2, 5)
 
 
-@pytest.mark.parametrize(("on_input", "why"), [(False, ""), (True, "multiply the experts' inputs")])
-def test_models_whose_decode_steps_need_the_host(on_input, why):
-    model = Loading(CONFIG, Options(policy="on-demand"), None)
-    model.add_layer(SPEC)
-    model.add_layer(replace(SPEC, name="layers.2.x", weights_on_input=on_input))
-    assert why in model._obstacle
-    assert bool(model._obstacle) == bool(why)
-
-
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
     """A layer half as wide, and one with fewer experts: the same weights, followed by zeros."""
     narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)
@@ -136,10 +127,8 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 assert packed.bias.sum() == rows
 
 
-@pytest.mark.parametrize(
-    ("readable", "obstacle", "by_device"), [(True, "", True), (False, "", True), (True, "a draft", False)]
-)
-def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle, by_device, monkeypatch, tmp_path):
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, monkeypatch, tmp_path):
     asked, ways = {}, (Decode.TENSOR_CORES, Grouped.PLAIN)
 
     def tested(experts, options, device, activations, **given):
@@ -150,9 +139,9 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, obstacle,
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     model._model.rates = tmp_path / "rates.json"
     store = SimpleNamespace(experts=EXPERTS, readable=readable)
-    found = model._tested(store, options, torch.device("cuda"), make_policy(options), obstacle)
-    assert found == KernelChoice(obstacle or "its kernels are wrong" * by_device, *ways)
-    assert (asked["device_plans"], asked["device"].type) == (by_device, "cuda")
+    found = model._tested(store, options, torch.device("cuda"), make_policy(options))
+    assert found == KernelChoice("its kernels are wrong", *ways)
+    assert (asked["device_plans"], asked["device"].type) == (True, "cuda")
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
 
@@ -182,7 +171,7 @@ def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(
     model, options = model_of({}, {"activation": Activation.GELU}, {}), Options()
     experts = SimpleNamespace(of_kinds=(0, 1), of_kind=lambda kind: kind)
     store = SimpleNamespace(experts=experts, readable=True)
-    assert model._tested(store, options, torch.device("cuda"), make_policy(options), "") == chosen
+    assert model._tested(store, options, torch.device("cuda"), make_policy(options)) == chosen
     assert len(asked) == 2 * rounds
     by_device = not chosen.obstacle
     assert {(planned, at_most) for _, planned, at_most in asked[-2:]} <= {

@@ -213,9 +213,8 @@ class CpuQueue:
             known.append((fmt.encoding.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
         set_activation(layer, self._activation)
         floats = self._library.row_floats(forms.width)
-        inputs = [
-            torch.empty(rows * floats, dtype=torch.float32) for rows in (shape.tokens, shape.tokens * shape.top_k)
-        ]
+        # Inputs have a row for each pair where weights multiply them.
+        inputs = [torch.empty(shape.tokens * shape.top_k * floats, dtype=torch.float32) for _ in range(2)]
         layer.inter, layer.width, layer.matrices = fmt.matrices[1].rows, forms.width, forms.address
         layer.inputs, layer.activations = (scratch.data_ptr() for scratch in inputs)
         layer.floats, (layer.outer, layer.inner) = forms.floats, (fmt.matrices[n].rotation for n in (1, 2))

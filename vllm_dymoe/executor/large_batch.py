@@ -45,6 +45,7 @@ class LargeBatchStep(Protocol):
         """Plan a layer, and list its groups and copies.
 
         Args:
+            x: [tokens, hidden], also where weights multiply the experts' inputs.
             half: 0 or 1, the half of the staging slots that the first streamed group uses.
             ahead: LOW or HIGH to copy one more group, of the next layer's experts in that version; 0 for none.
             marks: int8 [tokens], see :meth:`LargeBatches.forward`, or None.
@@ -121,6 +122,7 @@ class LargeBatches:
         marks: Tensor | None = None,
         *,
         captured: bool = False,  # the launches are captured in a graph
+        weights_on_input: bool = False,  # weights multiply the experts' inputs, not their outputs
     ) -> Tensor:
         """Enqueue one layer.
 
@@ -131,7 +133,8 @@ class LargeBatches:
             [rows, hidden], the weighted sum over each token's experts on this rank.
         """
         branch, kind = self._branch, self._kinds[layer]
-        key = self._shape(len(x), marked=marks is not None, captured=captured), activation, kind
+        told = {"marked": marks is not None, "captured": captured, "weights_on_input": weights_on_input}
+        key = self._shape(len(x), **told), activation, kind
         if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
             self.settle()  # before the list of those copies is freed with its step
         step, pending = self._step(key, captured=captured), self._pending
@@ -189,14 +192,17 @@ class LargeBatches:
         assert self._last is not None
         return self._last[1].layer_plan.actions(ids, self._table.experts)
 
-    def warm_up(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> None:
+    def warm_up(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, *, weights_on_input: bool
+    ) -> None:
         """Compile and load all kernels by running steps without tokens.
 
         This covers launches in graphs and plain launches.
         """
+        told = {"weights_on_input": weights_on_input}
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
-                self.forward(layer, x, weights, ids, activation, marks, captured=captured)
+                self.forward(layer, x, weights, ids, activation, marks, captured=captured, **told)
                 self.settle()
         self._captured.clear()
 
@@ -210,13 +216,13 @@ class LargeBatches:
             self._table.forget_ahead()
             self._pending = None
 
-    def _shape(self, tokens: int, *, marked: bool, captured: bool) -> LargeBatchShape:
+    def _shape(self, tokens: int, *, marked: bool, captured: bool, weights_on_input: bool) -> LargeBatchShape:
         table, streamed_groups = self._table, 0
         if self._half and not captured:
             streamed_groups = -(-min(self.most_streamed, tokens * self._top_k) // self._half)
         half = self._half if streamed_groups else 0
-        slices = 1 + table.nested
-        return LargeBatchShape(tokens, self._top_k, table.experts, slices, half, streamed_groups, marked)
+        sizes = tokens, self._top_k, table.experts, 1 + table.nested, half, streamed_groups, marked
+        return LargeBatchShape(*sizes, weights_on_input=weights_on_input)
 
     def _step(self, key: StepKey, *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory

@@ -25,6 +25,7 @@ from vllm_dymoe.planner.plan import Grouped, LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList, judge_predicted, list_predicted, publish
 from vllm_dymoe.planner.small_batch import plan_small_batch
 from vllm_dymoe.planner.table import Table
+from vllm_dymoe.planner.weights import weighted_inputs
 
 
 class _Coming(NamedTuple):
@@ -70,13 +71,16 @@ class PlainKernels:
         ids: Tensor,
         activation: Activation,
         cpu_queue: CpuQueue | None,
+        *,
+        weights_on_input: bool = False,
     ) -> Tensor:
-        self.decide(table, layer, ids, weights, rows, plan)
+        self.decide(table, layer, ids, weights, rows, plan, weights_on_input=weights_on_input)
         begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
-            post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan)
-        step, out = self.begin(x, plan, activation)
+            scales = weights[:real] if weights_on_input else None
+            post_plain(cpu_queue.queue, cpu_queue.turn, layer, x[:real], ids[:real], plan, scales)
+        step, out = self.begin(weighted_inputs(x, weights) if weights_on_input else x, plan, activation)
         slots = slot_ranges(table)
         actions = plan.action[:, : int(plan.count)]
         hits, on_cpu = (actions == Action.HIT).all(0), (actions == Action.CPU).any(0)
@@ -97,6 +101,9 @@ class PlainKernels:
 
     def begin(self, x: Tensor, plan: LayerPlan, activation: Activation) -> tuple[LayerPlan, Tensor]:
         """Start a step for a device-side plan.
+
+        Args:
+            x: the rows that the plan names.
 
         Returns:
             its host-side plan, and its outputs [tokens * top_k, hidden].
@@ -219,12 +226,13 @@ class PlainLargeBatch:
         marks: Tensor | None,
     ) -> None:  # fmt: skip
         plan, owner, self._large = self.layer_plan, self._owner, self.lists[layer % 2]
-        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks)
+        on_input = self.shape.weights_on_input
+        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks, weights_on_input=on_input)
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )
         self._slots = slot_ranges(self._table)
-        self._step, self._out = owner.begin(x, plan, self._activation)
+        self._step, self._out = owner.begin(weighted_inputs(x, weights) if on_input else x, plan, self._activation)
 
     def copy(self, group: int) -> None:
         spans = self._large.spans[self.shape.spans(group)]

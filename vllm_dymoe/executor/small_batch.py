@@ -46,6 +46,8 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
         ids: Tensor,  # int [rows, top_k], negative where another rank has the expert
         activation: Activation,
         cpu_queue: CpuQueue | None,  # CPU worker for misses; None if all are fetched
+        *,
+        weights_on_input: bool = False,  # weights multiply the experts' inputs, not their outputs
     ) -> Tensor:
         """Enqueue plan, fetches and computation.
 
@@ -158,7 +160,7 @@ class SmallBatches:
             self.prefetch = DevicePrefetch(table, kernel, branch, rows, *how)
         self._told = -1  # unknown, because an earlier object may have set it
 
-    def warm_up(self, activation: Activation) -> None:
+    def warm_up(self, activation: Activation, *, weights_on_input: bool = False) -> None:
         """Compile and load all kernels by running steps without tokens.
 
         So neither a request nor a capture waits for a compiler.
@@ -173,8 +175,8 @@ class SmallBatches:
         )
         for kind in range(len(experts.of_kinds)):
             layer = experts.kinds.index(kind)
-            self.run(layer, x[:1], weights[:1], ids[:1], activation)
-            self.large.warm_up(layer, x, weights, ids, activation)
+            self.run(layer, x[:1], weights[:1], ids[:1], activation, weights_on_input=weights_on_input)
+            self.large.warm_up(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])
         self.settle()
@@ -225,27 +227,35 @@ class SmallBatches:
         number = torch.arange(first, first + len(ids), device=ids.device).unsqueeze(1)
         return torch.where(number < self.memory.told[1], ids, -1)
 
-    def forward(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+    def forward(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation,
+        *, weights_on_input: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run a layer of a small batch: x [rows, hidden] to [rows, hidden]."""
         self.large.settle()
         prefetch = self.prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
-        out = self.run(layer, x, weights, ids, activation)
+        out = self.run(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
         if prefetch is not None:
             prefetch.end_layer(layer)
         return out
 
-    def run(self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
+    def run(
+        self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation,
+        *, weights_on_input: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Run a layer of a small batch without predictions.
 
         While a model loads, gates may not exist yet to predict with.
         """
         plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
-        return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given)
+        rows = self.memory.rows
+        return self.kernel.forward(self.table, layer, rows, plan, *given, weights_on_input=weights_on_input)
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
-        *, captured: bool = False,
+        *, captured: bool = False, weights_on_input: bool = False,
     ) -> Tensor:  # fmt: skip
         """Run a layer of a large-batch step, see :meth:`LargeBatches.forward`.
 
@@ -259,13 +269,14 @@ class SmallBatches:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
             parts = small_batch_parts(*sizes, self.large.most_streamed / experts, self.costs)
         if not parts:
-            return self.large.forward(layer, x, weights, ids, activation, marks, captured=captured)
+            told = {"captured": captured, "weights_on_input": weights_on_input}
+            return self.large.forward(layer, x, weights, ids, activation, marks, **told)
         self.large.settle()
         plans, outs = self._plans[layer % len(self._plans)], []
         for part, rows in enumerate(self.memory.of_parts[:parts]):
             some = slice(part * SMALL_BATCH_ROWS, (part + 1) * SMALL_BATCH_ROWS)
-            given, plan = (x[some], weights[some], ids[some]), plans[len(x[some])]
-            outs.append(self.kernel.forward(self.table, layer, rows[:1], plan, *given, activation, self.cpu_queue))
+            given = plans[len(x[some])], x[some], weights[some], ids[some], activation, self.cpu_queue
+            outs.append(self.kernel.forward(self.table, layer, rows[:1], *given, weights_on_input=weights_on_input))
         return torch.cat(outs)
 
     def actions(self, layer: int, ids: Tensor) -> Tensor | None:

@@ -69,6 +69,8 @@ class TritonKernels:
         ids: Tensor,
         activation: Activation,
         cpu_queue: CpuQueue | None,
+        *,
+        weights_on_input: bool = False,
     ) -> Tensor:
         out = torch.empty_like(x)
         step = self._step(activation, self._kinds[layer])
@@ -76,7 +78,8 @@ class TritonKernels:
         if cpu_queue is not None:
             cpu_queue.serve(activation)
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
-        step.run(table.at(layer), layer, x, ids, weights, rows, plan.tensors, out, device_queue)
+        given = x, ids, weights, rows, plan.tensors, out, device_queue
+        step.run(table.at(layer), layer, *given, weights_on_input=weights_on_input)
         return out
 
     def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:

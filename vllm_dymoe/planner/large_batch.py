@@ -47,6 +47,7 @@ class LargeBatchShape:
     streamed_groups: int = 0  # with 0 everything is one group
     marked: bool = False  # whether tokens of prompts are marked
     decoded: int = 2  # positions of an expert of few tokens that are computed together
+    weights_on_input: bool = False  # see ``plan_small_batch``
 
     @property
     def positions(self) -> int:
@@ -269,4 +270,4 @@ def _list_work(
     large.weights.copy_(plan.weights)
     begin_of = np.full(shape.experts + 1, -1)  # the last element is for id -1
     begin_of[plan.experts[:count].numpy()] = begins
-    list_positions(begin_of[large.ids.flatten().numpy()], shape.top_k, plan)
+    list_positions(begin_of[large.ids.flatten().numpy()], 1 if shape.weights_on_input else shape.top_k, plan)

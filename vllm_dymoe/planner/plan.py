@@ -57,7 +57,9 @@ class LayerPlan:
     """The item's number, its first position and its last + 1; items that the CPU executes have no positions here. The
     last row, (-1, 0, tokens), asks for zeros for tokens without a computed pair.
     """
-    rows: Tensor = _column("positions")  # row of the input of each (token, expert) pair, by item
+    rows: Tensor = _column("positions")
+    """Row of the input of each (token, expert) pair, by item: the token's, or the pair's own where weights multiply the
+    inputs."""
     pairs: Tensor = _column("positions")  # row of the output, token * top_k + k; ascending within an item
     count: Tensor = _column(1)  # number of items
     precisions: Any = _column("items")

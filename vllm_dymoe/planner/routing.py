@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_dymoe.planner.constants import MOST_WEIGHT
 from vllm_dymoe.planner.hotness import squared_gates, usable
 from vllm_dymoe.planner.plan import Grouped
+from vllm_dymoe.planner.weights import weighted_inputs
 
 _UNUSABLE = 1 << 24  # added to an expert's number if its weight is unusable, while both are copied to the host
 
@@ -143,8 +144,7 @@ class Routing:
         """
         if not self.weights_on_input:
             return self.x, self.weights
-        x = (self.x.unsqueeze(1) * self.weights.unsqueeze(2).to(self.x.dtype)).flatten(0, 1)
-        return x, torch.ones_like(self.weights)
+        return weighted_inputs(self.x, self.weights), torch.ones_like(self.weights)
 
     @cached_property
     def counts(self) -> dict[int, int]:

@@ -23,7 +23,7 @@ from vllm_dymoe.planner.weights import renormalized
 
 def plan_small_batch(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
-    marks: Tensor | None = None,
+    marks: Tensor | None = None, weights_on_input: bool = False,
 ) -> None:  # fmt: skip
     """Plan a layer's step: update the table's rows and write the plan.
 
@@ -38,6 +38,7 @@ def plan_small_batch(
         plan: for ``tokens`` rows, overwritten.
         large: a large-batch step, which is not recorded in the ring and executes nothing on the CPU.
         marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None if all are 0.
+        weights_on_input: weights multiply the experts' inputs, which have a row for each pair; outputs weigh 1.
     """
     _empty(plan)
     real, top_k, host = min(int(rows), len(ids)), ids.shape[1], table.on_host()
@@ -95,10 +96,11 @@ def plan_small_batch(
     _list_items(host, layer, active, computed, places, sizes, plan)
     if not large:  # a large batch reads it again
         host.staged_for[layer % 2] = -1
-    list_positions(np.where(np.isin(chosen, active), chosen, -1), top_k, plan)
-    plan.weights[:real] = weights[:real]
+    list_positions(np.where(np.isin(chosen, active), chosen, -1), 1 if weights_on_input else top_k, plan)
+    of_outputs = torch.ones_like(weights[:real]) if weights_on_input else weights[:real]
+    plan.weights[:real] = of_outputs
     if host.renormalizes[0]:
-        plan.weights[:real] = renormalized(weights[:real], plan.computed[:real] == 0, ids < 0)
+        plan.weights[:real] = renormalized(of_outputs, plan.computed[:real] == 0, ids < 0)
     plan.computed.numpy().reshape(-1)[np.isin(chosen, active[on_cpu]).nonzero()] = 2
 
 
@@ -226,13 +228,13 @@ def _list_items(
         position += int(sizes[expert])
 
 
-def list_positions(keys: Ints, top_k: int, plan: LayerPlan) -> None:
+def list_positions(keys: Ints, pairs_of_row: int, plan: LayerPlan) -> None:
     """Write the pairs in stable order of their keys.
 
-    Pairs with negative keys are not computed.
+    Pairs with negative keys are not computed. A row of the input belongs to ``pairs_of_row`` pairs, top_k or 1.
     """
     pairs = (keys >= 0).nonzero()[0]
     pairs = pairs[np.argsort(keys[pairs], kind="stable")]
     plan.pairs.numpy()[: len(pairs)] = pairs
-    plan.rows.numpy()[: len(pairs)] = pairs // top_k
+    plan.rows.numpy()[: len(pairs)] = pairs // pairs_of_row
     plan.computed.numpy().reshape(-1)[pairs] = 1

@@ -1,6 +1,6 @@
-"""Routing weights of tokens whose skipped experts hand theirs on.
+"""Routing weights: of tokens whose skipped experts hand theirs on, and on experts' inputs.
 
-The token's other experts get them, with the same bits wherever that is computed.
+Both have the same bits wherever they are computed.
 """
 
 import torch
@@ -20,6 +20,18 @@ def renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
     both = torch.stack((weights.masked_fill(elsewhere, 0.0), weights.masked_fill(absent, 0.0)))
     here, stays = sum_in_order(both.unbind(2))
     return weights * torch.where(stays > 0, here / stays, 1.0).unsqueeze(1)
+
+
+def weighted_inputs(x: Tensor, weights: Tensor) -> Tensor:
+    """Return the experts' inputs where routing weights multiply these, a row for each pair.
+
+    Each product is rounded once: [tokens * top_k, hidden] in the dtype of x.
+
+    Args:
+        x: [tokens, hidden] bfloat16 or float16.
+        weights: float32 [tokens, top_k], rounded to the dtype of x before.
+    """
+    return (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
 
 
 def sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:

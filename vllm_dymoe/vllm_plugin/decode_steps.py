@@ -53,7 +53,7 @@ class DecodeSteps:
 
         Warm-up runs have no tokens.
         """
-        step, path = self._step, self.path
+        step, path, how = self._step, self.path, {"weights_on_input": layer.weights_on_input}
         if layer.expert_map is not None:
             self._experts = all_experts(layer.expert_map)
         if layer.meets:
@@ -64,16 +64,16 @@ class DecodeSteps:
             here = own_ids(layer.expert_map, gathered.ids)
             given = layer.position, gathered.x, gathered.weights, here, layer.activation
             if len(here) <= path.most_rows:
-                return gathered.combine(path.forward(*given))
-            return gathered.combine(path.forward_large(*given, captured=capturing))
+                return gathered.combine(path.forward(*given, **how))
+            return gathered.combine(path.forward_large(*given, captured=capturing, **how))
         rows, here = len(x), own_ids(layer.expert_map, ids)
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
         if rows <= path.most_rows and (plain or not self._is_large):
-            return path.forward(layer.position, x, weights, here, layer.activation)
+            return path.forward(layer.position, x, weights, here, layer.activation, **how)
         if plain:
-            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing)
+            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing, **how)
         return self._run_large(layer, x, weights, ids, here)
 
     def _run_large(
@@ -86,7 +86,8 @@ class DecodeSteps:
         step, rows, path = self._step, len(x), self.path
         self._large = True
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
-        out = path.forward_large(layer.position, x, weights, here, layer.activation, marks)
+        how = {"weights_on_input": layer.weights_on_input}
+        out = path.forward_large(layer.position, x, weights, here, layer.activation, marks, **how)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
         if self._observation.observers:
             own = self._known(own)

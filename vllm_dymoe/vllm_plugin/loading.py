@@ -183,7 +183,7 @@ class Loading:
             step, shared=meets(config.parallel_config), late=late, on_failure=observation.forget,
             on_device=lambda number: "" if self.rank_server is None else self.rank_server.device_failure(number),
         )  # fmt: skip
-        server = self._server(store, options, device, predictor, self._obstacle, failures.record_late)
+        server = self._server(store, options, device, predictor, failures.record_late)
         self._warm_up(server)
         self._announce(server, self._model)
 
@@ -200,7 +200,7 @@ class Loading:
         store = join(before.store, draft.store)
         predictor = None if before.predictor is None else before.predictor.predictor
         late = rank_server.failures.record_late
-        server = self._server(store, self._served_options, before.device, predictor, self._obstacle, late)
+        server = self._server(store, self._served_options, before.device, predictor, late)
         self._warm_up(server)
         rank_server.extend(server)
         self._announce(server, draft)
@@ -219,19 +219,13 @@ class Loading:
         if server.small_batches is None:
             leave_layers_out(self.config, server.host_plans_because or "the host plans about experts")
             return
-        for activation in dict.fromkeys(layer.activation for layer in self._layers):
-            server.small_batches.warm_up(activation)
+        for activation, on_input in dict.fromkeys((layer.activation, layer.weights_on_input) for layer in self._layers):
+            server.small_batches.warm_up(activation, weights_on_input=on_input)
 
     @property
     def _layers(self) -> list[LayerSpec]:
         """The MoE layers of the model and its draft, so far."""
         return [*self._model.layers, *([] if self._draft is None else self._draft.layers)]
-
-    @property
-    def _obstacle(self) -> str:
-        """Return why the model needs host-side planning in decode; empty if it does not."""
-        on_input = any(layer.weights_on_input for layer in self._layers)
-        return "the router's weights multiply the experts' inputs" if on_input else ""
 
     def _announce(self, server: ExpertServer, store: ModelStore) -> None:
         """Log in one line what is active, and log warnings.
@@ -254,8 +248,7 @@ class Loading:
 
     def _server(
         self, store: HostStore, options: Options, device: torch.device,
-        predictor: Predictor | Callable[[bool], Predictor | None] | None, obstacle: str,
-        on_late: Callable[[str], None],
+        predictor: Predictor | Callable[[bool], Predictor | None] | None, on_late: Callable[[str], None],
     ) -> ExpertServer:  # fmt: skip
         experts, config = store.experts, self.config
         mine = self.options
@@ -273,7 +266,6 @@ class Loading:
             options = options.model_copy(update={"misses": "compute"})  # on a CPU a slot is the same memory
         given: dict[str, Any] = {
             "predictor": predictor,
-            "obstacle": obstacle,
             "agree": _agreement(config),
             "around": self.around,
             "on_late": on_late,
@@ -285,7 +277,7 @@ class Loading:
             given["training_bytes"] = OnlineTraining.nbytes(sizes, ahead, item, options.train_predictor.memory)
             given["predictor_room"] = network_bytes(sizes, ahead, item)
         if device.type == "cuda":
-            found = self._tested(store, options, device, policy, obstacle)
+            found = self._tested(store, options, device, policy)
             given |= {"obstacle": found.obstacle, "decode": found.decode, "grouped": found.grouped}
         if options.misses == "auto" and device.type == "cuda":
             rates, activation = self._model.rates, self._model.layers[0].activation
@@ -296,16 +288,9 @@ class Loading:
             )  # fmt: skip
         return ExpertServer(store, options, device, budget, **given)
 
-    def _tested(
-        self, store: HostStore, options: Options, device: torch.device, policy: Policy, obstacle: str
-    ) -> KernelChoice:
-        """Return which kernels pass the self-test on this card.
-
-        Args:
-            obstacle: why the host has to plan; empty if it does not. The result has it, or an obstacle that the test
-                found.
-        """
-        rates, missing = self._model.rates, unreadable(store)
+    def _tested(self, store: HostStore, options: Options, device: torch.device, policy: Policy) -> KernelChoice:
+        """Return which kernels pass the self-test on this card."""
+        rates, missing, obstacle = self._model.rates, unreadable(store), ""
         slowest = max(Decode), max(Grouped)
         while True:
             decides = plans_on_device(options, policy, device.type, unreadable=missing, obstacle=obstacle)[0]

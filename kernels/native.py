@@ -207,18 +207,19 @@ class Library:
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
 
     def answer(
-        self, control: int, layer: Layer, forms: Sequence[tuple[int, int]], tokens: int, spin_ns: int = 0
+        self, control: int, layer: Layer, forms: Sequence[Sequence[tuple[int, int]]], tokens: int, spin_ns: int = 0
     ) -> None:
         """Compute what is posted to the queue at an address until it is stopped.
 
         This releases the interpreter lock. ``layer`` describes what all steps have in common and has scratch for
-        all pairs of ``tokens`` tokens. ``forms`` holds the tags of encodings and where their matrices begin. With
-        ``spin_ns``, ``layer.threads`` threads spin for so long after each answer; otherwise OpenMP's threads compute,
-        which sleep between two answers.
+        all pairs of ``tokens`` tokens. ``forms`` holds the tags of the encodings of each layer's versions, and where
+        their matrices begin. With ``spin_ns``, ``layer.threads`` threads spin for so long after each answer; otherwise
+        OpenMP's threads compute, which sleep between two answers.
         """
-        listed = (c_int64 * (2 * len(forms)))(*(number for form in forms for number in form))
+        numbers = [number for of_layer in forms for form in of_layer for number in form]
+        listed, versions = (c_int64 * len(numbers))(*numbers), len(forms[0]) if forms else 0
         parallel = self.parallel if layer.threads > 1 else None
-        given = control, ctypes.addressof(layer), listed, len(forms), tokens, self.isa, parallel, spin_ns
+        given = control, ctypes.addressof(layer), listed, versions, tokens, self.isa, parallel, spin_ns
         self._library.dymoe_answer(*given)
 
     def weighted_sum(self, rows: torch.Tensor, weights: torch.Tensor, into: torch.Tensor) -> None:

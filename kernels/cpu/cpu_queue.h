@@ -41,11 +41,11 @@ static void rest(i64 times) {
     nanosleep(&nap, nullptr);
 }
 
-// Answer entries until `stop`. Each of the `kinds` forms gives the matrices for experts with a tag. An entry has at most
-// `tokens` tokens; the layer's scratch has a row for each pair of them. With `spin_ns`, threads of its own spin for so
-// long after each answer, and take the place of `parallel`.
+// Answer entries until `stop`. Each layer has `versions` forms, which give the matrices for its experts with a tag. An
+// entry has at most `tokens` tokens; the layer's scratch has a row for each pair of them. With `spin_ns`, threads of its
+// own spin for so long after each answer, and take the place of `parallel`.
 API void dymoe_answer(
-    QueueControl* control, Layer* layer, const Form* forms, i64 kinds, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
+    QueueControl* control, Layer* layer, const Form* forms, i64 versions, i64 tokens, int isa, Parallel parallel, i64 spin_ns) {
     Team team(spin_ns ? std::max<i64>(layer->threads - 1, 0) : 0, spin_ns);
     team_of_thread = &team;
     if (spin_ns) parallel = run_team;
@@ -67,13 +67,14 @@ API void dymoe_answer(
         Entry* entry = (Entry*)at;
         const Call* calls = (const Call*)(at + control->items);
         const int32_t* ids = (const int32_t*)(at + control->ids);
+        const Form* of_layer = forms + entry->layer * versions;
         const i64 began = nanoseconds();
         bool good = entry->number == number && entry->tokens <= tokens;
         rows.clear(), pairs.clear(), items.clear();
         for (i64 c = 0; good && c < entry->count; c++) {
             const Call& call = calls[c];
             Item item = {{call.sections[0], call.sections[1], call.sections[2]}, {call.residual[0], call.residual[1], call.residual[2]}, -1, (i64)rows.size(), 0};
-            for (i64 k = 0; k < kinds; k++) if (forms[k].tag == call.tag) item.form = forms[k].number;
+            for (i64 v = 0; v < versions; v++) if (of_layer[v].tag == call.tag) item.form = of_layer[v].number;
             for (i64 pair = 0; pair < entry->tokens * control->top_k; pair++)
                 if (ids[pair] == call.expert) rows.push_back(pair / control->top_k), pairs.push_back(pair);
             item.count = (i64)rows.size() - item.first;

@@ -317,7 +317,7 @@ API int dymoe_moe_layer(MoeLayer* call, int isa, Parallel parallel) {
     for (i64 e = 0; e < t.experts; e++) {
         if (w.count[e] == 0) continue;
         const int8_t wanted = w.high[e] ? planner::HIGH : planner::LOW;
-        if (t.bits[wanted] == 0 || (m.versions && m.versions[e] == planner::ABSENT)) {
+        if (t.bits[3 * wanted + 1] == 0 || (m.versions && m.versions[e] == planner::ABSENT)) {
             skipped[wanted]++;
             continue;
         }

@@ -36,7 +36,7 @@ struct CacheTable {
     const int32_t* critical;               // [layers, experts + 1]
     i64 *prompt_threshold, *threshold;     // [2] each
     const i64* cpu_costs;                  // [3, COSTS]
-    const int32_t* bits;                   // [3]; 0 for a version that is skipped
+    const int32_t* bits;                   // [3, 3], of gate, up and down; 0 for a version that is skipped
     const i64 *offsets, *pool, *slot_bytes;  // [3, 3]; [3]; [3]
     const i64* source;                     // [layers, experts, 3]
 };

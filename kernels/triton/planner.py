@@ -289,8 +289,7 @@ def decide_kernel(
     wanted = precisions_of(others, counted_others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
     number_high = number_of((wanted == 2) & (sums != 0))
     wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
-    width = tl.where(wanted == 2, tl.load(bits + 2), tl.load(bits + 1))
-    uses = active & (width != 0)
+    uses = active & (tl.where(wanted == 2, tl.load(bits + 7), tl.load(bits + 4)) != 0)
 
     row = layer * EXPERTS + expert
     held = tl.load(precision + row, mask=known, other=0).to(tl.int32)
@@ -465,7 +464,6 @@ def decide_kernel(
             uses, pool + computed_precision, slot_bytes + computed_precision,
             source + row.to(tl.int64) * 3 + computed_precision, offsets + 3 * computed_precision, empty, expert,
         )  # fmt: skip
-    width = tl.where(high, tl.load(bits + 2), tl.load(bits + 1))
     tl.store(item_count, items)
     tl.store(item_experts + item, expert, mask=uses)
     tl.store(item_precisions + item, computed_precision, mask=uses)
@@ -475,6 +473,7 @@ def decide_kernel(
     tl.store(item_experts + expert, -1, mask=empty)
     tl.store(item_precisions + expert, 0, mask=empty)
     for column in tl.static_range(3):
+        width = tl.where(high, tl.load(bits + 6 + column), tl.load(bits + 3 + column))
         tl.store(item_bits + 3 * item + column, width, mask=uses)
         tl.store(item_bits + 3 * expert + column, 0, mask=empty)
         tl.store(item_work + 3 * expert + column, 0, mask=empty)

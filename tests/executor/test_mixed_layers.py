@@ -17,7 +17,6 @@ from vllm_dymoe.experts.encoding import FP8, NVFP4, PLAIN
 from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import DownFormat, SliceKey, all_keys
 from vllm_dymoe.kernels import Activation, expert_reference
-from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.quantize.dummy import random_store
 
@@ -90,6 +89,15 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(store, policy):
         server = device_planned_server(store, budget, policy, **ALONE)
         assert equal(want, run_device_planned(server, ALL_STEPS)), budget
         server.check_integrity()
+
+
+def test_a_devices_cpu_worker_tells_layers_of_the_same_bits_apart(store):
+    """4 bits in groups of 32 and of 64, integers and floats, and 16 bits."""
+    want = run(with_budget(store, "100%", **ALONE), ALL_STEPS)
+    server = device_planned_server(store, "minimum", low=0, misses="compute")
+    assert equal(want, run_device_planned(server, ALL_STEPS))
+    assert server.stats().cpu_executed > 20
+    server.close(keep_store=True)
 
 
 def test_an_emulated_link_brings_each_layer_at_its_own_size(store):
@@ -203,7 +211,7 @@ def test_grids_of_other_bits_beside_each_other():
 
 
 def test_down_projections_in_a_format_of_their_own():
-    """Of one layer, and of most; a device cannot plan them."""
+    """Of one layer, and of most; planned by the host and by a device, whose CPU worker tells layers apart."""
     plain = make_experts(layers=3, bits=(4,), num_experts=8, hidden=96, intermediate=64)
     usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))
     own = {1: replace(usual, down=None), 2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64))}
@@ -213,11 +221,14 @@ def test_down_projections_in_a_format_of_their_own():
     want = run(with_budget(store, "100%", low=0), steps)
     for misses in ("fetch", "compute"):
         assert equal(want, run(with_budget(store, "minimum", low=0, misses=misses), steps))
+        for budget in ("100%", "40%", "minimum"):
+            server = device_planned_server(store, budget, low=0, misses=misses)
+            assert equal(want, run_device_planned(server, steps)), (misses, budget)
+            assert bool(server.stats().cpu_executed) == (misses == "compute" and budget != "100%")
+            server.close(keep_store=True)
     for (seed, layer, tokens), got in zip(steps, want, strict=True):
         right = reference(store, layer, *random_step(seed, tokens, experts))
         assert (got.double() - right).norm() / right.norm() < 1e-2
-    with pytest.raises(ConfigError, match="another format than gate and up"):
-        make_server(store, "50%", low=0, planning="device")
 
 
 def test_files_say_how_down_projections_are_packed(tmp_path):

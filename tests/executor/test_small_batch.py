@@ -71,7 +71,7 @@ def test_every_kind_of_experts_is_decided_and_computed(kind):
     want = run(make_server(store, policy=MIXED, high=high), STEPS, activation)
     server = device_planned_server(store, "50%", MIXED, high=high)
     assert equal(run_device_planned(server, STEPS, activation), want)
-    assert server.cache.device_table.table.bits[0, [LOW, HIGH]].tolist() == tags[::-1]
+    assert server.cache.device_table.table.bits[0, [LOW, HIGH]].tolist() == [[tag] * 3 for tag in tags[::-1]]
 
 
 @pytest.mark.parametrize("low", [0, 2], ids=["one precision", "two precisions"])

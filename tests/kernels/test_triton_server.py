@@ -12,9 +12,9 @@ from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
-from vllm_dymoe.experts.encoding import E8, PLAIN
+from vllm_dymoe.experts.encoding import E8, FP8, NVFP4, PLAIN
 from vllm_dymoe.experts.encoding import STEPS as GRIDS
-from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.experts.format import DownFormat, ModelExperts
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
 from vllm_dymoe.policies.dymoe import Dymoe
@@ -156,6 +156,33 @@ def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
     with pytest.raises(ValueError, match="a layer has 600 experts, but device-side planning supports at most 512"):
         TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)
+
+
+DOWN = {
+    "8 bits": (GRIDS[4], DownFormat(GRIDS[8], 32)),
+    "16 bits": (GRIDS[4], DownFormat(PLAIN, 32)),
+    "FP8": (NVFP4, DownFormat(FP8, 64)),
+    "integers in an order": (GRIDS[8], DownFormat(GRIDS[4], 32, integer_zeros=True, act_order=True)),
+}
+
+
+@pytest.mark.parametrize("name", DOWN)
+def test_down_projections_in_a_format_of_their_own(name, monkeypatch):
+    """Of small and large batches, fetched and resident."""
+    encoding, down = DOWN[name]
+    high = encoding.bits
+    plain = make_experts(bits=(high,), dtype=torch.float16, hidden=96, intermediate=64)
+    experts = replace(plain, formats={high: replace(plain.formats[high], encoding=encoding, down=down)})
+    store = random_store(experts, MemoryWriter(experts), seed=3)
+    steps = [(0, 0, 1), (1, 1, 3), (2, 0, 40), (3, 1, 2)]
+    of_cpu = run(make_server(store, "100%", low=0, high=high), steps)
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    want = run(make_server(store, "100%", low=0, high=high), steps)
+    for got, one in zip(want, of_cpu, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.float16]
+    server = device_planned_server(store, "50%", low=0, high=high)
+    assert isinstance(server.small_batches.kernel, TritonKernels)
+    assert all(map(torch.equal, run_device_planned(server, steps), want))
 
 
 def test_layers_of_other_formats_have_launches_of_their_own(monkeypatch):

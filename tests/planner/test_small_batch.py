@@ -152,7 +152,7 @@ def check_addresses(table, layer, plan, held):
     formats = NESTED if table.nested else FORMATS
     for item in range(int(plan.count)):
         expert, computed = int(plan.experts[item]), int(plan.precisions[item])
-        assert plan.bits[item].tolist() == [formats[computed].bits] * 3
+        assert plan.bits[item].tolist() == [matrix.encoding.tag for matrix in formats[computed].matrices]
         assert not table.nested or computed == HIGH or not plan.addresses[1, item].any()
         of_slices = zip(plan.action, plan.slots, plan.addresses, plan.destinations, strict=True)
         codes = (LOW, HIGH)[:computed] if table.nested else (computed,)

@@ -1,10 +1,12 @@
 """Tables whose addresses name their contents, random steps, and plans made on a CPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from vllm_dymoe.experts.encoding import encoding_of
-from vllm_dymoe.experts.format import ExpertFormat, stored_formats
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, stored_formats
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.small_batch import plan_small_batch
@@ -13,10 +15,10 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 2, 12, 3, 6
 FORMATS = {
-    HIGH: ExpertFormat(64, 32, encoding_of(4), 32, torch.bfloat16),
+    HIGH: ExpertFormat(64, 32, encoding_of(4), 32, torch.bfloat16, down=DownFormat(encoding_of(8), 32)),
     LOW: ExpertFormat(64, 32, encoding_of(2), 32, torch.bfloat16),
 }
-_NESTED = stored_formats((4, 2), lambda bits: FORMATS[HIGH if bits == 4 else LOW])
+_NESTED = stored_formats((4, 2), lambda bits: replace(FORMATS[LOW], encoding=encoding_of(bits)))
 NESTED = {HIGH: _NESTED[4], LOW: _NESTED[2]}
 COSTS = {
     "fetch": None,

@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm_dymoe.cache.pages import map_bytes
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.cgroups import usable_cores
-from vllm_dymoe.experts.format import ModelExperts
+from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.kernels.cpu import Forms
 from vllm_dymoe.kernels.cpu_queue import QueueMemory, QueueShape, native_library
@@ -130,9 +130,6 @@ class CpuQueue:
         lock: Callable[[Tensor], str | None] = lambda memory: None,
         on_failure: Callable[[str], None] = lambda sentence: None, *, spins: bool = False,
     ) -> None:  # fmt: skip
-        tags = [fmt.encoding.tag for fmt in experts.all_formats]
-        if len(set(tags)) < len(tags):
-            raise ValueError("layers have the same bits in different formats, which the CPU worker cannot tell apart")
         fmt = next(iter(experts.formats.values()))
         sizes = (tokens, experts.top_k, experts.num_experts, fmt.hidden, fmt.dtype)
         shape = QueueShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
@@ -208,9 +205,10 @@ class CpuQueue:
     def _answer(self) -> None:
         assert self._activation is not None
         queue, shape, forms, layer = self.queue, self.queue.shape, Forms(), Layer()
-        x, known = torch.empty(0, shape.hidden, dtype=shape.dtype), list[tuple[int, int]]()
+        x, numbers = torch.empty(0, shape.hidden, dtype=shape.dtype), dict[ExpertFormat, int]()
         for fmt in self._experts.all_formats:
-            known.append((fmt.encoding.tag, forms.learn(*fmt.matrices, x, self._activation)[0]))
+            numbers[fmt] = forms.learn(*fmt.matrices, x, self._activation)[0]
+        known = [[(fmt.encoding.tag, numbers[fmt]) for fmt in of.values()] for of in self._experts.of_layers]
         set_activation(layer, self._activation)
         floats = self._library.row_floats(forms.width)
         # Inputs have a row for each pair where weights multiply them.

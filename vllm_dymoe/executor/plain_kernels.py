@@ -53,8 +53,15 @@ class PlainKernels:
         self._coming: _Coming | None = None
         self._seconds_per_byte, self._free = 1e-9 / link_gbps if link_gbps else 0.0, 0.0
         self.kernel = kernel
-        self._of_layers = [{fmt.encoding.tag: fmt for fmt in of_layer.values()} for of_layer in formats]
-        self._formats: Mapping[int, ExpertFormat] = {}  # of the layer that was planned last, by tag
+        self._of_layers = [
+            [
+                {matrix.encoding.tag: matrix for matrix in of_projection}
+                for of_projection in zip(*(fmt.matrices for fmt in of_layer.values()), strict=True)
+            ]
+            for of_layer in formats
+        ]
+        # Of the layer that was planned last: formats of gate, up and down, by their tags.
+        self._formats: Sequence[Mapping[int, MatrixFormat]] = ()
 
     def with_disk(self, disk_queue: DiskQueue) -> "PlainKernels":
         """Return the same kernels with a worker that brings what is missing into memory."""
@@ -171,7 +178,7 @@ class PlainKernels:
         step.place(item, PackedExpert(gate, up, down))
         read = 0
         for projection in range(3):
-            matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+            matrix = self._formats[projection][int(plan.bits[item, projection])]
             parts = (matrix.base, matrix) if matrix.nested else (matrix,)
             for part, address in zip(parts, plan.addresses[:, item, projection].tolist(), strict=False):
                 read += 0 if any(address in memory for memory in slots) else part.nbytes
@@ -188,7 +195,7 @@ class PlainKernels:
         return self._free if nbytes else 0.0
 
     def _matrix(self, plan: LayerPlan, item: int, projection: int, through: bool) -> PackedMatrix:
-        matrix = self._formats[int(plan.bits[item, projection])].matrices[projection]
+        matrix = self._formats[projection][int(plan.bits[item, projection])]
         if not matrix.nested:
             return matrix.view(self._section(plan, (0, item, projection), matrix, through))
         base = matrix.base.view(self._section(plan, (0, item, projection), matrix.base, through))

@@ -61,7 +61,7 @@ def plan_small_batch(
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
     wanted = _choose(host, layer, active, ids, weights[:real], None if marks is None else marks[:real])
-    skipped = host.bits[layer, wanted] == 0
+    skipped = host.bits[layer, wanted, 1] == 0
     counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
     before = host.precision[layer, active]
@@ -197,7 +197,8 @@ def _list_items(
     plan.count.fill_(len(active))
     position = 0
     for item, (expert, code) in enumerate(zip(active.tolist(), computed.tolist(), strict=True)):
-        plan.experts[item], plan.precisions[item], plan.bits[item] = expert, code, int(table.bits[layer, code])
+        plan.experts[item], plan.precisions[item] = expert, code
+        plan.bits[item] = torch.from_numpy(table.bits[layer, code])
         for number, part in enumerate((LOW, HIGH)[:code] if table.nested else (code,)):
             place, at = int(places[number, item]), (number, item)
             action = {HIT: Action.HIT, STREAM: Action.STREAM, CPU: Action.CPU}.get(place, Action.ADMIT)

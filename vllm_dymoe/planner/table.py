@@ -110,7 +110,8 @@ class Table:
     prompt_threshold: Any = _column(2)  # the same for tokens that are marked as prompts'
     cpu_costs: Any = _column(3, len(Cost))
     """Cost in ns of fetching a version and of executing it on the CPU; 0 disables the latter. See ``Cost``."""
-    bits: Any = _column("layers", 3, dtype="int32")  # encoding tags of the versions; 0 for one that is skipped
+    bits: Any = _column("layers", 3, 3, dtype="int32")
+    """Encoding tags of gate, up and down of the versions; 0 for a version that is skipped."""
     offsets: Any = _column("layers", 3, 3)  # offsets in bytes of gate, up and down in a packed expert
     pool: Any = _column("layers", 3)
     """Address that slot 0 would have, if all slots were as large as the layer's."""
@@ -355,13 +356,14 @@ def set_precision(
             same retention keeps its value.
     """
     layers = len(formats)
-    bits, offsets = torch.zeros(layers, 3, dtype=torch.int32), torch.zeros(layers, 3, 3, dtype=torch.int64)
+    bits, offsets = (torch.zeros(layers, 3, 3, dtype=dtype) for dtype in (torch.int32, torch.int64))
     for layer, of_layer in enumerate(formats):
         high = of_layer[HIGH]
         if (high is not None and high.nested) != table.nested:
             raise ValueError("formats are nested where the table is not, or the other way round")
         for code, fmt in of_layer.items():
-            bits[layer, code] = 0 if fmt is None else fmt.encoding.tag
+            if fmt is not None:
+                bits[layer, code] = torch.tensor([matrix.encoding.tag for matrix in fmt.matrices])
         # A base slice has offsets even if nothing is computed from it alone.
         low = high.base if high is not None and high.nested else of_layer.get(LOW)
         for code, fmt in ((HIGH, high), (LOW, low)):

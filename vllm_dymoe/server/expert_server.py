@@ -198,8 +198,6 @@ class ExpertServer:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
         self.engine = engine or make_engine(store, device, largest, timeout, options.link_gbps)
-        if not obstacle and any(fmt.down is not None for fmt in formats):
-            obstacle = "down projections have another format than gate and up"
         if store.readable and not obstacle and not parts.device_memory.shares_addresses():
             obstacle = "the device and the host have different addresses for pinned memory"
         _check_misses(options, store, on_cpu=on_cpu)

@@ -161,8 +161,8 @@ _IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case,
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
-# Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, and the largest supported.
-_ROUTERS = ((32, 4), (128, 8), (512, 22))
+# Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, more than Qwen3-Next's, and the largest supported.
+_ROUTERS = ((32, 4), (128, 8), (512, 22), (1024, 22))
 _LAUNCHES = {
     "gate_up": decode_gate_up,
     "down": decode_down,

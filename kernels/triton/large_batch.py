@@ -16,14 +16,13 @@ from torch import Tensor
 
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
-    ELEMENTS_AT_ONCE,
-    WARPS,
     add_to,
     count_pairs,
     ids_of,
     number_of,
     outside_of,
     plan_small_batch_on_gpu,
+    program_of,
     row_of,
     tell_outside,
     weights_of,
@@ -64,8 +63,8 @@ def plan_large_batch_on_gpu(
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}
-    options = {"num_warps": WARPS}
-    chunks = {**sizes, "CHUNK": min(width, ELEMENTS_AT_ONCE // width)}
+    warps, at_once = program_of(width)
+    options, chunks = {"num_warps": warps}, {**sizes, "CHUNK": at_once}
     parts = ids
     if marks is not None:
         heavy = (marks[:, None] > 1) & usable(weights)

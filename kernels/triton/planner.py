@@ -3,7 +3,7 @@
 Plain twin, bit for bit: ``vllm_dymoe.planner.small_batch.plan_small_batch``. Names are those of ``Table`` and
 ``LayerPlan`` there. Only integers are compared, so no order of additions matters.
 
-One program of four warps is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
+One program is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
 chunks. Work that takes a turn for each expert (its slot, its victim) is done for misses only, each of which occupies
 the link a hundred times as long.
 """
@@ -28,9 +28,9 @@ from vllm_dymoe.planner.constants import (
 )
 from vllm_dymoe.planner.threshold import GAIN, MOST
 
-# Elements of a chunk of pairs times experts: 16 for each thread, and twice as many registers if they are int64.
-ELEMENTS_AT_ONCE = 2048
-WARPS = 4
+WARPS = 4  # of a program of up to 512 experts, four for each thread
+# Elements for each thread of a chunk of pairs times experts; twice as many registers if they are int64.
+_ELEMENTS_AT_ONCE = 16
 
 _AGING = tl.constexpr(AGING)
 _AT_ONCE = tl.constexpr(POSITIONS_AT_ONCE)
@@ -81,6 +81,15 @@ _OF_PLAN = (
 )  # fmt: skip
 
 
+def program_of(width: int) -> tuple[int, int]:
+    """Return the warps of a program with vectors of ``width`` experts, and the pairs that it compares at a time.
+
+    With four warps, vectors of 1024 experts would not fit into registers.
+    """
+    warps = WARPS * max(1, width // 512)
+    return warps, min(width, _ELEMENTS_AT_ONCE * 32 * warps // width)
+
+
 def plan_small_batch_on_gpu(
     table: Mapping[str, Tensor],
     layer: int,
@@ -124,6 +133,7 @@ def plan_small_batch_on_gpu(
     if tokens > ring_tokens and not chunks:
         raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
     width = experts_width(experts)
+    warps, chunk = program_of(width)
     start(
         decide_kernel,
         (1,),
@@ -151,9 +161,9 @@ def plan_small_batch_on_gpu(
             "CPU": on_cpu,
             "ON_INPUT": weights_on_input,
             "WIDTH": width,
-            "CHUNK": min(width, ELEMENTS_AT_ONCE // width),
+            "CHUNK": chunk,
         },
-        {"num_warps": WARPS},
+        {"num_warps": warps},
     )
 
 

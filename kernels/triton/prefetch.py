@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
-from vllm_dymoe.kernels.triton.planner import ELEMENTS_AT_ONCE, WARPS, add_to, bytes_ahead, number_of
+from vllm_dymoe.kernels.triton.planner import add_to, bytes_ahead, number_of, program_of
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import experts_width
 from vllm_dymoe.planner.prefetch import MOST_SCORE, NAMED, UNITS
@@ -43,9 +43,9 @@ def name_experts_on_gpu(
     width = experts_width(everyone)
     check_tensor("scratch", scratch, shape=(None,))
     columns = scores, rows, asked, numbers, table["fetched_ahead"], table["predicted"], scratch
-    sizes = {"EXPERTS": experts, "EVERYONE": everyone, "VOTERS": voters, "WIDTH": width}
-    sizes["CHUNK"] = min(width, ELEMENTS_AT_ONCE // width)
-    start(name_experts_kernel, (1,), (*columns, layer, target, layers, tokens), sizes, {"num_warps": WARPS})
+    warps, at_once = program_of(width)
+    sizes = {"EXPERTS": experts, "EVERYONE": everyone, "VOTERS": voters, "WIDTH": width, "CHUNK": at_once}
+    start(name_experts_kernel, (1,), (*columns, layer, target, layers, tokens), sizes, {"num_warps": warps})
 
 
 def judge_predicted_on_gpu(
@@ -58,9 +58,9 @@ def judge_predicted_on_gpu(
     """
     experts = table["precision"].shape[1]
     columns = ids, rows, table["predicted"], listed["held"], listed["counts"], listed["scratch"]
-    sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts), "TOP_K": ids.shape[1]}
-    sizes["COUNTS"] = listed["counts"].shape[1]
-    start(judge_predicted_kernel, (1,), (*columns, layer, len(ids)), sizes, {"num_warps": WARPS})
+    width = experts_width(experts)
+    sizes = {"EXPERTS": experts, "WIDTH": width, "TOP_K": ids.shape[1], "COUNTS": listed["counts"].shape[1]}
+    start(judge_predicted_kernel, (1,), (*columns, layer, len(ids)), sizes, {"num_warps": program_of(width)[0]})
 
 
 def list_predicted_on_gpu(
@@ -80,9 +80,11 @@ def list_predicted_on_gpu(
     layers, experts = table["precision"].shape
     columns = *(table[name] for name in _LISTED_BY), *(out[name] for name in ("copies", "count", "arrivals", "held"))
     columns += (out["scratch"],)
-    sizes = {"EXPERTS": experts, "WIDTH": experts_width(experts), "SLICES": table["staged"].shape[1]}
+    width = experts_width(experts)
+    sizes = {"EXPERTS": experts, "WIDTH": width, "SLICES": table["staged"].shape[1]}
     sizes |= {"AHEAD": look_ahead, "ARRIVALS": len(out["arrivals"])}
-    start(list_predicted_kernel, (1,), (rows, *columns, layer, layers, projections), sizes, {"num_warps": WARPS})
+    options = {"num_warps": program_of(width)[0]}
+    start(list_predicted_kernel, (1,), (rows, *columns, layer, layers, projections), sizes, options)
 
 
 def copy_predicted_on_gpu(

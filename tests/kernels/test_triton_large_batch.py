@@ -49,7 +49,9 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
 
 
-@pytest.mark.parametrize(("experts", "top_k", "tokens", "nested"), [(512, 10, 40, False), (33, 4, 700, True)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens", "nested"), [(1024, 10, 40, True), (512, 10, 40, False), (33, 4, 700, True)]
+)
 def test_sizes_of_models(experts, top_k, tokens, nested):
     """Two precisions, the second of which is counted in several chunks."""
     quotas = {LOW: [experts // 2] * LAYERS, HIGH: [experts // 4] * LAYERS}

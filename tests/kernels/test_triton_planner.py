@@ -70,7 +70,9 @@ def test_a_long_run_of_single_tokens(share, nested, costs):
     assert bool(twins.plain.counters[:, Counter.CPU_EXECUTED].any()) == (costs == "share")
 
 
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens"), [(1024, 22, 3), (512, 22, 5), (128, 8, 32), (33, 4, 70), (32, 4, 256)]
+)
 def test_sizes_of_models(experts, top_k, tokens):
     """The last batch has 32 requests with drafts of 8 tokens."""
     quotas = {LOW: [experts // 8] * LAYERS, HIGH: [experts // 4] * LAYERS}
@@ -182,10 +184,10 @@ def test_nothing_beside_the_tensors_is_touched(real, nested):
 
 
 def test_what_the_program_does_not_hold_is_refused():
-    table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=600)
-    plan = LayerPlan.allocate(1, 3, 600, "cpu")
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=1025)
+    plan = LayerPlan.allocate(1, 3, 1025, "cpu")
     ids, weights = random_step(0, 1)
-    with pytest.raises(ValueError, match="600 experts, but device-side planning supports at most 512"):
+    with pytest.raises(ValueError, match="1025 experts, but device-side planning supports at most 1024"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)

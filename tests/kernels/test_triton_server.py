@@ -154,8 +154,8 @@ def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
 def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
     with pytest.raises(ValueError, match=r"a decode step of 9000 rows needs \d+ bytes"):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
-    with pytest.raises(ValueError, match="a layer has 600 experts, but device-side planning supports at most 512"):
-        TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=600), 1)
+    with pytest.raises(ValueError, match="a layer has 1025 experts, but device-side planning supports at most 1024"):
+        TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=1025), 1)
 
 
 DOWN = {

@@ -58,7 +58,7 @@ AGING = 4  # each step subtracts a share of 2 ** -AGING from a score, so it reme
 USE = 1 << 16  # what one use adds to a score; scores stay below USE << AGING
 
 
-MOST_EXPERTS = 512  # most experts of a layer for a GPU planner, whose single program holds them in one vector
+MOST_EXPERTS = 1024  # most experts of a layer for a GPU planner, whose single program holds them in one vector
 
 
 def check_experts(experts: int) -> None:

@@ -28,7 +28,7 @@ Palette = Mapping[str, str]
 def digest(*sources: Path) -> str:
     """Return a digest of a picture's data.
 
-    The picture contains it; a test compares the two.
+    The picture contains the digest; a test compares the two.
     """
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
@@ -36,7 +36,7 @@ def digest(*sources: Path) -> str:
 def speed(palette: Palette) -> Figure:
     """Draw tokens per second by memory for experts.
 
-    One chart is for a model that fits, and one for a model that does not.
+    One chart shows a model that fits into memory, the other one that does not.
     """
     figure = Figure(figsize=(10.4, 4.1), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
@@ -98,17 +98,14 @@ def _tiers(axes: Any, found: dict[str, Any], palette: Palette) -> None:
 
 
 def gpu(palette: Palette) -> Figure:
-    """Draw the time of one layer on a GPU, with its bound.
-
-    It is drawn by the share of resident experts.
-    """
+    """Draw a layer's time on a GPU and its bound, by the share of resident experts."""
     figure = Figure(figsize=(10.4, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     found = json.loads(GPU.read_text())
     rows = {row["name"]: row for row in found["parts"]["speeds"]["speeds"]}
 
     def points(name: str, number: str) -> list[tuple[float, float]]:
-        """Return percent resident, and us."""
+        """Return pairs of the resident share in percent and the time in us."""
         shares = ((share, rows.get(name.format(share))) for share in (25, 50, 100))
         return [(share, row[number]) for share, row in shares if row is not None]
 

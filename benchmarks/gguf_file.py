@@ -1,4 +1,4 @@
-"""Writes a model for llama.cpp: GGUF, with experts in Q4_0."""
+"""Writes GGUF models for llama.cpp, with experts in Q4_0."""
 
 import json
 from collections.abc import Mapping
@@ -19,11 +19,10 @@ SHIPPED = Path(__file__).resolve().parent / "tiny_moe" / "model"
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Any], config: dict, dense: str = "F32") -> None:
-    """Write a GGUF file with experts in Q4_0 and ``dense`` matrices.
+    """Write a GGUF file with experts in Q4_0 and other matrices as ``dense``.
 
-    Tensors have the names of Qwen3-MoE's checkpoints.
-
-    The vocabulary is the shipped model's, which may be smaller than the model's.
+    Tensors have the names of Qwen3-MoE's checkpoints. The vocabulary is the shipped model's, which may be smaller than
+    the model's.
     """
     writer, layers, experts = gguf.GGUFWriter(path, "qwen3moe"), config["num_hidden_layers"], config["num_experts"]
     theta = config["rope_parameters"]["rope_theta"] if "rope_parameters" in config else config["rope_theta"]

@@ -1,7 +1,4 @@
-"""Puts the results of benchmarks into a README.
-
-They are Markdown tables between two markers.
-"""
+"""Puts the results of benchmarks into a README, as tables between two markers."""
 
 from collections.abc import Iterable
 from pathlib import Path

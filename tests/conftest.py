@@ -8,11 +8,11 @@ from tests.small_model import make_experts, make_store
 from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.experts.format import ModelExperts
 
-# The tests' matrices are too small to gain from threads, and waiting threads cost much on a busy machine.
+# The tests' matrices are too small to gain from threads, and waiting threads are expensive on a busy machine.
 torch.set_num_threads(1)
 
 
-# The duration of an example means nothing on a machine that is busy with other things.
+# How long an example takes means nothing on a busy machine.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
@@ -25,7 +25,7 @@ _LONGEST = (  # a quarter of a minute and more, the longest ones first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that at the end no worker waits for one of them."""
+    """Run the longest tests first, so that no worker waits for one of them at the end."""
     order = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

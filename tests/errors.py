@@ -1,4 +1,4 @@
-"""Expectations of errors by their fields, so that a test need not quote sentences."""
+"""Matches errors by their fields, so that tests need not quote sentences."""
 
 import pytest
 
@@ -6,7 +6,10 @@ from vllm_dymoe.options import ConfigError
 
 
 def refused(match=None, **fields):
-    """Expect a ConfigError with these fields; use ``match`` where several reasons share the same fields."""
+    """Expect a ConfigError with these fields.
+
+    Use ``match`` where several reasons share the same fields.
+    """
     return pytest.raises(
         ConfigError, match=match, check=lambda error: {name: getattr(error, name) for name in fields} == fields
     )

@@ -8,7 +8,7 @@ _FREE = {"view", "_unsafe_view", "slice", "select", "expand", "t", "transpose", 
 
 
 class Operations(TorchDispatchMode):
-    """Within the ``with`` block, collects the names of operations other than views, in order."""
+    """Collects the names of operations in a ``with`` block, in order, without views."""
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,10 @@ def make_experts(
     bias=False,
     nested=False,
 ) -> ModelExperts:
-    """A small model's experts; the low version is nested in the high one only on request."""
+    """Describe a small model's experts.
+
+    With ``nested``, the low version is a part of the high one.
+    """
     formats = {b: ExpertFormat(hidden, intermediate, encoding_of(b), group_size, dtype, bias) for b in bits}
     if nested:
         formats = stored_formats(bits, formats.__getitem__)

@@ -1,4 +1,4 @@
-"""The number of threads that a container may keep busy, which limits thread pools and torch."""
+"""How many threads a container may keep busy; it bounds thread pools and torch."""
 
 import os
 
@@ -36,7 +36,7 @@ def test_threads_follow_what_a_container_may_use(tmp_path, monkeypatch, files, c
 
 @pytest.fixture
 def quota(tmp_path, monkeypatch):
-    """Four cores, and a container limit of two."""
+    """A machine with four cores, and a container limited to two."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
     monkeypatch.setattr(cgroups, "_CGROUP", tmp_path)
     monkeypatch.setattr(cgroups, "_OWN_CGROUPS", tmp_path / "none")
@@ -54,7 +54,7 @@ def quota(tmp_path, monkeypatch):
         ({}, "cpu", 2, 1),
         ({}, "cuda", 1, 4),
         ({"VLLM_CPU_OMP_THREADS_BIND": "auto"}, "cpu", 1, 2),
-        ({"OMP_NUM_THREADS": "4"}, "cpu", 1, 2),  # set by vLLM: a thread for each core
+        ({"OMP_NUM_THREADS": "4"}, "cpu", 1, 2),  # as vLLM sets it: a thread for each core
         ({"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, "cpu", 1, 4),
         ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, "cpu", 1, 2),
         ({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "4"}, "cpu", 1, 4),

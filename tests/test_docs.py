@@ -1,6 +1,6 @@
-"""The documents against the code: tables are current, links have targets, examples run as printed.
+"""The documents match the code: tables, links, and examples run as printed.
 
-Reviewers check sentences; no test quotes one.
+No test quotes a sentence of the documents; reviewers check those.
 """
 
 import ast
@@ -50,7 +50,7 @@ MODEL = json.loads((ROOT / "benchmarks" / "tiny_moe" / "model" / "config.json").
 
 
 def table(text, marker):
-    """Rows of the table after ``<!-- marker -->``, as dictionaries by column."""
+    """Return the rows of the table after ``<!-- marker -->``, as dictionaries."""
     lines = iter(text.split(f"<!-- {marker} -->", 1)[1].strip().splitlines())
     rows = []
     for line in lines:
@@ -84,7 +84,7 @@ def test_generated_tables_are_current(page, generator):
 
 
 def anchors(text):
-    """The anchors that GitHub makes from a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -102,7 +102,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_places_in_the_code_exist():
-    """The architecture page names them ``path.py::Class.name``, and later ``Class.name``."""
+    """The architecture page writes ``path.py::Class.name``, and later ``Class.name``."""
     page = DOCS["docs/architecture.md"]
     classes = {}
     found = re.findall(r"`([\w/]+\.(?:py|h))(?:::([\w.]+))?`", page)
@@ -178,7 +178,10 @@ def test_worker_methods_of_the_examples_exist():
 
 
 def command_lines(program):
-    """Commands in code blocks that start with ``program``, possibly after variables; continued lines are joined."""
+    """Return commands from code blocks that start with ``program``.
+
+    Variables before the program are cut off, and continued lines are joined.
+    """
     blocks = [
         block for page in TEXTS.values() for block in re.findall(r"```(?:console|bash)?\n(.*?)```", page, re.DOTALL)
     ]
@@ -200,7 +203,7 @@ def serve_parser():
 
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # before vLLM 0.32
+    except ImportError:  # vLLM before 0.32
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     register()
     return make_arg_parser(FlexibleArgumentParser())
@@ -229,7 +232,7 @@ def test_json_of_the_examples_are_options(page):
 
 
 def given_options(value):
-    """The value of a key ``dymoe`` at any depth."""
+    """Return the values of each key ``dymoe``, at any depth."""
     if isinstance(value, list):
         return [found for item in value for found in given_options(item)]
     if not isinstance(value, dict):
@@ -322,7 +325,7 @@ def test_fields_of_the_formats():
 
 
 def example_values(format):
-    """Codes, scales and zero points of the example: whole codes, and codes split into halves."""
+    """Return the example's codes, scales and zero points."""
     codes = torch.zeros(format.rows, format.columns, dtype=torch.uint8)
     scales, zeros = torch.zeros(2, format.rows, -(-format.columns // GROUP_SIZE))
     codes[ROW, COLUMN], scales[ROW, COLUMN // GROUP_SIZE], zeros[ROW, COLUMN // GROUP_SIZE] = 11, 0.5, -0.25
@@ -348,7 +351,7 @@ def test_bytes_of_the_example_whole_and_in_two_halves():
 
 
 def test_the_formulas_of_places_hold_everywhere():
-    """The table of bytes, in Python, against the packer at random places."""
+    """Write the table's formulas in Python, and compare with the packer."""
     generator = torch.Generator().manual_seed(0)
     for bits in (8, 4, 2):
         format = example_matrix(bits)
@@ -398,7 +401,10 @@ def test_a_shard_of_the_shipped_model(tmp_path):
 
 
 def messages_of(source):
-    """The strings of a module, without docstrings; ``...`` stands for each formatted value."""
+    """Yield the strings of a module.
+
+    ``...`` stands for each formatted value.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
@@ -407,7 +413,10 @@ def messages_of(source):
 
 
 def test_messages_in_troubleshooting_exist_in_the_code():
-    """Each quoted message is part of one in the code, or its parts around ``...`` occur in one message in order."""
+    """Each quoted message is a part of one in the code.
+
+    With ``...`` between its parts, they must occur in one message in this order.
+    """
     messages = [text for path in ROOT.glob("vllm_dymoe/**/*.py") for text in messages_of(path.read_text())]
     rows = [
         row for row in DOCS["docs/troubleshooting.md"].split("## It is slow")[0].splitlines() if row.startswith("| `")

@@ -1,4 +1,7 @@
-"""Files in folders that others may write to: no link is followed, and modes do not depend on the umask."""
+"""Files in folders that others may write to.
+
+No link is followed, and modes do not depend on the umask.
+"""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The project as a package: its version, its imports, its wheel, and the rules that ``make check`` enforces."""
+"""The project as a package: version, imports, wheel, and rules of ``make check``."""
 
 import ast
 import importlib.metadata
@@ -41,7 +41,10 @@ SERVING = ("../kernels", "cache", "executor", "planner", "prefetch", "server", "
 
 
 def test_tensors_that_serve_name_their_dtype():
-    """vLLM loads a model with the model's dtype as torch's default, so a tensor without one has another size then."""
+    """While vLLM loads a model, torch's default dtype is the model's.
+
+    A tensor without a dtype would have another size then.
+    """
     unnamed = []
     for path in (path for folder in SERVING for path in (ROOT / "vllm_dymoe" / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -59,8 +62,10 @@ def test_tensors_that_serve_name_their_dtype():
 def test_docstrings_begin_with_a_short_summary():
     """The first line stands alone in editors, listings and the rendered API (PEP 257)."""
     long = []
-    for path in (path for folder in ("vllm_dymoe", "kernels") for path in (ROOT / folder).rglob("*.py")):
-        if path == ROOT / "vllm_dymoe/cli/app.py":  # its docstrings are help texts
+    folders = ("vllm_dymoe", "kernels", "tests", "benchmarks", "tools")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        helps = path == ROOT / "vllm_dymoe/cli/app.py"  # its docstrings are help texts
+        if helps or "build" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -97,7 +102,10 @@ def test_every_folder_with_code_is_a_declared_package():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The unpacked source distribution, built from a copy, because setuptools leaves folders beside the sources."""
+    """Build the source distribution, and return its unpacked folder.
+
+    It is built from a copy, because setuptools leaves folders next to the sources.
+    """
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -113,7 +121,7 @@ def sdist(tmp_path_factory):
 
 
 def test_the_source_distribution_holds_what_a_compiler_reads(sdist):
-    """Without a header, every wheel built from the source distribution would lack the native library."""
+    """Without a header, no wheel built from it would have the native library."""
     assert {path.name for path in (sdist / "kernels/cpu").iterdir()} == {
         path.name for path in (ROOT / "kernels/cpu").iterdir()
     }
@@ -122,9 +130,9 @@ def test_the_source_distribution_holds_what_a_compiler_reads(sdist):
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
-    """Path of the wheel, built from the source distribution."""
+    """Build the wheel from the source distribution, and return its path."""
     target, compiler = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("compiler") / "c++"
-    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O1\n')  # -O3 takes twice as long
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O1\n')  # -O3 takes twice as long to compile
     compiler.chmod(0o755)
     options = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", target)
     built = run(sys.executable, "-m", "pip", "wheel", *options, sdist, CXX=str(compiler))
@@ -135,7 +143,7 @@ def wheel(sdist, tmp_path_factory):
 
 
 def test_the_wheel_holds_every_module_and_little_else(wheel):
-    """Only the repository contains the small model that the demo serves."""
+    """The small model that the demo serves exists only in the repository."""
     with zipfile.ZipFile(wheel) as archive:
         names = {info.filename: info.compress_size for info in archive.infolist()}
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
@@ -178,7 +186,7 @@ print(vllm_dymoe.__file__, native.load().name)
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the wheel has no native library without a compiler")
 def test_the_wheel_works_where_there_is_no_compiler(wheel, tmp_path):
-    """A new environment, which gets the package's dependencies, but not the package itself, from this one."""
+    """The new environment has this one's dependencies, but not its package."""
     environment = tmp_path / "env"
     python = environment / "bin" / "python"
     made = run(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -186,7 +194,7 @@ def test_the_wheel_works_where_there_is_no_compiler(wheel, tmp_path):
     installed = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     (site,) = environment.glob("lib/python*/site-packages")
-    # Python does not read a .pth inside a folder that a .pth names, so the editable package stays out.
+    # Python reads no .pth file in a folder that another .pth adds, so the editable package stays out.
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     computed = run(python, "-c", COMPUTES, cwd=tmp_path, PATH=str(python.parent))
     assert computed.returncode == 0, computed.stderr
@@ -209,7 +217,10 @@ PLANTED = {
 @pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is not installed")
 @pytest.mark.parametrize("paths", [["another/__init__.py"], [path for path in PLANTED if "another" not in path]])
 def test_an_import_that_points_upwards_is_found(tmp_path, paths):
-    """With the installed package, kernels included; a folder without a layer ends the search for others."""
+    """Test the installed package with kernels, and import-linter's own search.
+
+    A folder that belongs to no layer ends the search, so it is tested alone.
+    """
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vllm_dymoe", tmp_path / "vllm_dymoe", ignore=ignored)
     shutil.copytree(ROOT / "kernels", tmp_path / "vllm_dymoe" / "kernels", ignore=ignored)

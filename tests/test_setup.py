@@ -1,4 +1,7 @@
-"""``make setup``: a line for each step, and where to read on when one fails. Nothing is downloaded here."""
+"""``make setup``: a line for each step, and where to read on if one fails.
+
+Nothing is downloaded.
+"""
 
 import importlib.util
 import re
@@ -12,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "tools" / "setup.py"
-# Replaces the environment's Python: handles pip and the import check, by their command lines.
+# Replaces the environment's Python; recognizes pip and the import check by their command lines.
 PYTHON = """#!/bin/sh
 case "$*" in
 *uninstall*--[!y]*) echo "no such option" >&2; exit 2 ;;
@@ -102,7 +105,7 @@ def test_two_at_once_take_turns(setup, capsys):
 
 
 def test_a_clone_that_is_the_working_directory_finds_its_kernels():
-    """As with an installed package, only the two folders say where they are."""
+    """Only the two folders tell where they are, as with an installed package."""
     code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; "
     code += "import vllm_dymoe.kernels.native as found; print(found.__file__)"
     result = subprocess.run(
@@ -112,21 +115,21 @@ def test_a_clone_that_is_the_working_directory_finds_its_kernels():
 
 
 def test_a_source_distribution_has_every_header_of_the_native_library():
-    """Without one of them the compiler fails, and the installation continues without the library."""
+    """If a header is missing, the compiler fails, and no library is installed."""
     root = Path(__file__).parents[1]
     (module,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert sorted(module["depends"]) == sorted(str(path.relative_to(root)) for path in root.glob("kernels/cpu/*.h"))
 
 
 def test_image_processors_can_be_imported_beside_a_cpu_build_of_torch():
-    """torch calls the entry point; without it, importing torchvision's CUDA build fails."""
+    """torch calls the entry point; without it, torchvision's CUDA build fails."""
     torchvision = pytest.importorskip("torchvision")
     import torch
     from torchvision.transforms.v2 import functional
 
     picture = torch.zeros(3, 8, 8, dtype=torch.uint8)
     assert functional.resize(picture, [4, 4]).shape == (3, 4, 4)
-    if not torchvision.extension._has_ops():  # declared, and not computed
+    if not torchvision.extension._has_ops():  # operators are declared, but cannot compute
         boxes, scores = torch.zeros(1, 4), torch.zeros(1)
         with pytest.raises(NotImplementedError, match="nms"):
             torch.ops.torchvision.nms(boxes, scores, 0.5)

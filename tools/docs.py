@@ -1,7 +1,6 @@
-"""`make docs`: writes the tables of README.md and docs/.
+"""`make docs`: writes the tables of README.md and docs/ that follow from the code.
 
-The tables follow from the code, and each stands between two markers. A test compares the committed pages with the
-result.
+Each stands between two markers. A test compares the committed pages with the result.
 """
 
 import json
@@ -120,13 +119,13 @@ def methods() -> str:
 def models() -> str:
     """Return what `make models` has recorded, by format.
 
-    It is how many answers of each model equal vLLM's at 16 bits.
+    This is how many answers of each model equal vLLM's at 16 bits.
     """
     by_format: dict[str, list[str]] = {}
     for name, found in json.loads(RECORD.read_text()).items():
         model, _, kind = name.partition(":")
         if "failed" in found:
-            continue  # the table of families says why
+            continue  # the table of families has the reason
         said = f"{model} {found['answers'].removesuffix(' of 3')}"
         if re.fullmatch(r"\d+ of \d+", found.get("alone", "")):
             said += f" (same files: {found['alone'].removesuffix(' of 3')})"
@@ -137,7 +136,7 @@ def models() -> str:
 def families() -> str:
     """Return the table of every family of models.
 
-    It has the family's status and why, and in which formats, with which drafts and pictures it was run.
+    It shows the family's status and the reason, and the formats, drafts and pictures with which it was run.
     """
     record, rows = json.loads(RECORD.read_text()), []
     for family in json.loads(FAMILIES.read_text()):
@@ -166,9 +165,9 @@ def architectures() -> str:
 
 
 def predictors() -> str:
-    """Return the results of `benchmarks/predictors`.
+    """Return the results of `benchmarks/predictors`, a row for each training size.
 
-    They are rows by tokens, and whole layers and single experts of each network.
+    A network's cell has its accuracy for whole layers and for single experts.
     """
     found = json.loads(PREDICTORS.read_text())
     names = list(dict.fromkeys(name for rates in found.values() for name in rates))
@@ -191,7 +190,7 @@ def versions() -> str:
 
 
 def starts() -> str:
-    """What `vllm-dymoe serve` chooses for eight models on eight machines."""
+    """Return what `vllm-dymoe serve` chooses for eight models on eight machines."""
     rows = []
     for machine, found in json.loads(STARTS.read_text()).items():
         chosen = {subject: what for subject, (what, _) in found["why"].items()}
@@ -221,7 +220,7 @@ def on_device() -> str:
 
 
 def emulated_card() -> str:
-    """Return times of a token on an emulated card beside their bounds, by policy."""
+    """Return the times of a token on an emulated card and their bounds, by policy."""
     found, rows = json.loads(EMULATED_CARD.read_text()), dict[str, list[str]]()
     for way in found.values():
         for row in way["rows"]:

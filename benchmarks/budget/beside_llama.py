@@ -1,11 +1,12 @@
-"""One request beside llama.cpp: time per token of the benchmark's model, both at 4 bits, in turns.
+"""Time per token of one request, compared with llama.cpp's, at 4 bits.
 
     pip install xllamacpp gguf
     python benchmarks/budget/beside_llama.py [--work /tmp/dymoe-budget] [--rounds 3]
 
-Each round starts a process for each side, which answers eight prompts. vllm-dymoe has all experts in memory and dense
-layers at 8 bits, llama.cpp Q4_0 experts and Q8_0 dense layers, repacked for the processor. Takes five minutes on a
-quiet machine, and 3 GB of disk, after `make bench-budget` has written the model.
+The model is that of the budget benchmark; run `make bench-budget` first, which writes it. In each round, each side
+starts a process and answers eight prompts. vllm-dymoe has all experts in memory and dense layers at 8 bits; llama.cpp
+has Q4_0 experts and Q8_0 dense layers, repacked for the processor. It takes five minutes on a quiet machine, and 3 GB
+of disk.
 """
 
 import argparse
@@ -26,7 +27,9 @@ SIDES, ANSWER = ("vllm-dymoe", "llama.cpp"), "seconds: "
 
 
 def time_per_token(answer: Callable[[list[int], int], None], vocabulary: int) -> float:
-    """Return the median seconds of a token after the first, over eight prompts of random tokens.
+    """Return the median seconds of a token, over eight prompts of random tokens.
+
+    A prompt's first token is not counted.
 
     Args:
         answer: completes a prompt (token ids) with a number of tokens.

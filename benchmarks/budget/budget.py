@@ -1,8 +1,8 @@
-"""What does a byte budget cost, and what does it save? vLLM and this plugin, by one command.
+"""What does a byte budget cost in speed, and what does it save?
 
-A synthetic model with the layer shapes of Qwen3-30B-A3B is written once, at 16 bits, and `vllm-dymoe bench` asks each
-policy random prompts. Writes results.json and the tables of this folder's README; `make figures` draws the project's
-picture from them. ``--report`` writes the tables again from results.json.
+A synthetic model with the layer shapes of Qwen3-30B-A3B is written once, at 16 bits. Then `vllm-dymoe bench` measures
+vLLM and every policy with random prompts. Results go into results.json and into the tables of this folder's README;
+`make figures` draws the project's picture from them. ``--report`` only writes the tables again.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OTHERS = (
     {"label": "all in memory", "policy": "exact", "host_store": "pinned"},
     {"label": "all in memory, dense layers at 8 bits", "policy": "exact", "host_store": "pinned", "dense": 8},
 )
-SAME = tuple(other["label"] for other in OTHERS)  # their rows hardly depend on the budget
+SAME = tuple(other["label"] for other in OTHERS)  # the budget hardly changes their rows
 PEER = "vllm"
 COLUMNS = [
     "policy", "budget", "TTFT ms", "TPOT ms", "p99", "tokens/s", "of full load", "memory used", "experts peak MB",

@@ -1,12 +1,10 @@
-"""The synthetic model: layer shapes of Qwen3-30B-A3B, random weights.
+"""The synthetic model: layer shapes of Qwen3-30B-A3B with random weights.
 
-It has as many layers as fit.
-
-Attention, norms and router are as in the real model. The vocabulary shrinks with the number of layers, so that the
-output head keeps its share of a token's time. What a layer adds is small compared with the token it adds to, as at the
-start of training (GPT-2's scaling). Otherwise attention's average over the text, nearly the same for every token,
-would choose the experts. So a random router chooses experts evenly, and repeats them for the next token by chance
-alone: the worst case for any cache.
+It has as many layers as fit. Attention, norms and router have the real model's shapes. The vocabulary shrinks with the
+number of layers, so that the output head keeps its share of a token's time. A layer adds little to its input, as at the
+start of training (GPT-2's scaling); otherwise attention's average over the text, nearly the same for every token, would
+choose the experts. So a random router chooses experts evenly, and repeats them for the next token by chance alone: the
+worst case for any cache.
 """
 
 import json
@@ -25,7 +23,7 @@ itself.
 
 
 def vocabulary(layers: int) -> int:
-    """Return the number of entries that keeps the head's share of the time."""
+    """Return the vocabulary size that keeps the output head's share of the time."""
     return -(-REAL_VOCABULARY * layers // REAL_LAYERS // 64) * 64
 
 
@@ -70,10 +68,7 @@ def write(folder: Path, layers: int) -> None:
     pool = torch.randn(1 << 25, generator=generator).bfloat16()
 
     def weight(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        """Return a matrix [rows, columns] of a gain.
-
-        It maps inputs of rms 1 to outputs of rms ``gain``.
-        """
+        """Return a matrix [rows, columns] that maps inputs of rms 1 to rms ``gain``."""
         count = rows * columns
         start = int(torch.randint(pool.numel(), (1,), generator=generator))
         numbers = pool[start : start + count]

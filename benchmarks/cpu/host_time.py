@@ -1,8 +1,8 @@
-"""Host time of one MoE layer on a CPU: one native call, compared with planning and computing step by step.
+"""Host time of a MoE layer on a CPU: one native call, or planning step by step.
 
-Both serve the same random experts at 4 bits, with all of them resident and with a quarter, whose misses are computed in
-memory; outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, like any device without the native
-call. One thread, its processor time; the two alternate, and ratios are of medians.
+Both serve the same random experts at 4 bits: all of them resident, and a quarter, with misses computed in memory.
+Outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, as any device without the native call does.
+Times are of one thread's processor; the two paths alternate, and ratios are of medians.
 
     python benchmarks/cpu/host_time.py [--steps 60]
 """
@@ -37,10 +37,10 @@ SHAPES = {  # layers, experts, experts of a token, hidden, intermediate
 
 
 def make_server(store: FileStore, budget: str, *, stepwise: bool) -> ExpertServer:
-    """Return a server whose misses are computed in memory.
+    """Return a server that computes misses in memory.
 
     Args:
-        stepwise: without the native call.
+        stepwise: plan and compute step by step, without the native call.
     """
     options = Options(high=4, low=0, expert_budget=budget, misses="compute")
     engine = make_engine(store, CPU, 0) if stepwise else None
@@ -76,7 +76,7 @@ def measure(store: FileStore, shape: tuple[int, ...], steps: int, tokens: int) -
             fresh = [Routing(r.layer, layers, r.x, r.ids, r.weights) for r in asked]
             begin = time.thread_time()
             outputs = [server.host_planned.forward(routing) for routing in fresh]
-            if step >= steps:  # the first ones fill the slots
+            if step >= steps:  # the first steps fill the slots
                 times[key].append((time.thread_time() - begin) / layers)
             answers.append(outputs)
         if not all(torch.equal(a, b) for outputs in answers for a, b in zip(outputs, answers[0], strict=True)):

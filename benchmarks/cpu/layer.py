@@ -1,9 +1,9 @@
-"""How close one layer's experts on a CPU come to the limits of the machine's memory and multipliers.
+"""How close does a layer of experts on a CPU come to the limits of the machine?
 
-Qwen3-30B-A3B's shape: 128 experts [768, 2048], 8 per token, random ones with more bytes than caches hold. The bound is
-the time that all threads take to read the bytes of the experts in use, measured between the steps. llama.cpp (Q4_0,
-repacked) computes the layer at 4 bits in alternation; it is left out with a message if `pip install xllamacpp` is
-missing.
+The limits are those of memory and of the multipliers. The shape is Qwen3-30B-A3B's: 128 random experts [768, 2048], 8
+per token, which together exceed the caches. The bound is the time that all threads take to read the bytes of the
+experts in use, measured between the steps. llama.cpp (Q4_0, repacked) computes the layer at 4 bits in alternation; if
+it is not installed (`pip install xllamacpp`), a message says so.
 
     python benchmarks/cpu/layer.py [--tokens 1 4 16 64 512] [--codes 4 2 8 4/2 mxfp4 nvfp4 fp8 16 e8 e8+e8] [--isa AVX2]
         [--activations 8] [--alone] [--busy]
@@ -56,7 +56,7 @@ def make_experts(encoding: str, group: int) -> tuple[list[PackedExpert], torch.T
 
 
 class Layer:
-    """A layer in one encoding, and steps of random tokens over it."""
+    """A layer in one encoding, with steps of random tokens."""
 
     def __init__(self, encoding: str, group: int, isa: str | None, activations: int = 16) -> None:
         self.experts, self.arena = make_experts(encoding, group)
@@ -64,7 +64,7 @@ class Layer:
         self._generator = torch.Generator().manual_seed(1)
 
     def step(self, tokens: int) -> tuple[float, int]:
-        """Return the seconds of a step of ``tokens`` tokens, and how many experts it had."""
+        """Return the seconds of a step of ``tokens`` tokens, and its number of experts."""
         ids = torch.rand(tokens, EXPERTS, generator=self._generator).topk(TOP_K, dim=1).indices
         x = torch.randn(tokens, HIDDEN, generator=self._generator).bfloat16()
         grouped = group_by_expert(ids.numpy())
@@ -85,7 +85,7 @@ class Layer:
 
 
 def main() -> None:
-    """Print a row for each code and number of tokens, and one JSON line."""
+    """Print a row for each encoding and number of tokens, and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 512])
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)

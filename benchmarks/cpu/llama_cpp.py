@@ -1,6 +1,6 @@
 """The same layer in llama.cpp, through the wheel `xllamacpp`.
 
-Its matrices are of Q4_0, repacked for this processor. The wheel exports ggml's C interface, and one symbol of C++: the
+Its matrices have Q4_0, repacked for this processor. The wheel exports ggml's C interface, and one C++ symbol: the
 buffer whose tensors are repacked.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-FLOAT32, Q4_0, INT32 = 0, 2, 26  # of ggml_type
-BLOCK = 32  # weights of Q4_0 that share a float16 scale
+FLOAT32, Q4_0, INT32 = 0, 2, 26  # values of ggml_type
+BLOCK = 32  # weights that share a float16 scale in Q4_0
 clock: Callable[[], float] = time.perf_counter
 SETS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon")
 
@@ -34,9 +34,9 @@ def find() -> Path | None:
 
 
 class LlamaCpp:
-    """Experts with random codes, and steps over them.
+    """Experts with random codes, and steps of random tokens.
 
-    ``shape`` is experts, experts per token, width of the model, and width of an expert.
+    ``shape`` is the number of experts, experts per token, hidden size, and an expert's intermediate size.
     """
 
     def __init__(self, library: Path, shape: tuple[int, int, int, int], threads: int) -> None:
@@ -108,7 +108,7 @@ class LlamaCpp:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence standard error, to which repacking writes a line for each tensor."""
+    """Silence standard error, because repacking writes a line for each tensor."""
     kept = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)

@@ -1,7 +1,7 @@
-"""`make demo`: the shipped model through vLLM with a quarter of its experts on the device.
+"""`make demo`: the shipped model in vLLM, a quarter of its experts resident.
 
-Three engines answer the same prompts in turn, each in its own process: vLLM itself, and vllm-dymoe with 16-bit and with
-4-bit experts. Prints texts, times and bytes, and how many tokens are equal.
+Three engines answer the same prompts in turn, each in its own process: vLLM itself, and vllm-dymoe with experts at 16
+and at 4 bits. The demo prints texts, times and bytes, and how many tokens are equal.
 """
 
 import argparse
@@ -67,10 +67,7 @@ def serve(options: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def run_engine(name: str, log: Path) -> dict[str, Any]:
-    """Return the results of an engine in its own process.
-
-    Its log is shown if it fails.
-    """
+    """Return the results of an engine in its own process; show its log if it fails."""
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
         try:
             return pool.submit(serve, ENGINES[name]).result()
@@ -85,9 +82,9 @@ def _print_into(log: Path) -> None:
 
 
 def equal_shares(tokens: list[list[int]], reference: list[list[int]]) -> tuple[float, float]:
-    """Return shares of equal tokens.
+    """Return two shares of equal tokens.
 
-    They are the share of all tokens, and that up to each answer's first difference, after which texts diverge.
+    One is that of all tokens; the other counts each answer up to its first difference, after which texts diverge.
     """
     equal = compared = comparable = parted = 0
     for ours, theirs in zip(tokens, reference, strict=True):
@@ -107,9 +104,9 @@ def show_texts(console: Console, answers: dict[str, Any]) -> None:
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Return the table.
+    """Return the table: a head, then a row for each engine.
 
-    It has a head, then latency, rate, hits, bytes and equal tokens of each engine.
+    The columns are latency, rate, hits, bytes and equal tokens.
     """
     reference = results["vLLM"]["tokens"]
     table = [["", "TTFT ms", "TPOT ms", f"batch of {len(reference)}, tokens/s", "experts on device", "hits", "moved"]]

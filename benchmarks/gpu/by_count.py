@@ -1,12 +1,12 @@
-"""What kernels in Gluon should take on the measured card, by instructions alone.
+"""Estimates how fast Gluon kernels are on the measured card, by instructions.
 
-Decode: measured times without tensor cores are scaled by the instructions of both kernels' loops over a warp's strip:
-right if issue is what bounds the one that was measured, as its share of memory's bound says, and nothing else bounds
-the other one before memory does.
+Decode: times measured without tensor cores are scaled by the instructions of both kernels' loops over a warp's strip.
+This is right if issuing instructions bounds the measured kernel, as its share of memory's bound suggests, and if only
+memory bounds the other one.
 
-Large batches: the time in which a card issues the loops' instructions, one a clock for each of a processor's four
-parts, and the time of the products, padding included, at the rate that mma.sync can reach. If the two overlap, a layer
-takes the longer one, and if they do not, their sum.
+Large batches: one time is that of issuing the loops' instructions, one a clock for each of a multiprocessor's four
+parts; the other is that of the products, padding included, at the rate that mma.sync can reach. If the two overlap, a
+layer takes the longer one; otherwise their sum.
 
 Estimates are no measurements; `gpu.py --parts decode` and `--parts prompts` are.
 """
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package stays the one that is used
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package takes precedence
 
 from layers import LAYERS, Model, route
 
@@ -37,7 +37,7 @@ DECODED = 16
 
 
 def rows_of(kernel: str, triton: str = "3.6.0", architecture: int = 90) -> Iterator[dict]:
-    """Yield the rows of compiled.json at 4 bits of kernels whose names begin so."""
+    """Yield the rows of compiled.json at 4 bits for kernels with this prefix."""
     for row in json.loads((HERE / "compiled.json").read_text()):
         of_card = row["triton"], row["architecture"], row["precisions"]
         if row["kernel"].startswith(kernel) and of_card == (triton, architecture, "4"):
@@ -45,18 +45,18 @@ def rows_of(kernel: str, triton: str = "3.6.0", architecture: int = 90) -> Itera
 
 
 def on_tensor_cores(tokens: int) -> int:
-    """Return the instructions for up to so many tokens of an expert.
+    """Return the instructions for one expert with up to this number of tokens.
 
-    Of gate and up and of down, the larger number counts.
+    The larger of the numbers for gate and up and for down counts.
     """
     note = f"device, {8 if tokens <= 8 else 16} tokens"
     return max(row["instructions"] for row in rows_of("mma") if row["note"] == note)
 
 
 def in_registers() -> dict[int, int]:
-    """Return the instructions for each number of positions of a tile.
+    """Return the instructions of large batches, by the number of positions of a tile.
 
-    Of gate and up and of down, the larger number counts.
+    The larger of the numbers for gate and up and for down counts.
     """
     found: dict[int, int] = {}
     for row in rows_of("mma_grouped"):
@@ -67,13 +67,13 @@ def in_registers() -> dict[int, int]:
 
 
 def tiles_of(tokens: int, sizes: list[int]) -> Iterator[int]:
-    """Yield the tiles of an expert with so many tokens; sizes ascend."""
+    """Yield the tile sizes with which an expert's tokens are computed; sizes ascend."""
     for first in range(0, tokens, sizes[-1]):
         yield next(size for size in sizes if size >= min(tokens - first, sizes[-1]))
 
 
 def counts_of(layer: Model, tokens: int) -> list[int]:
-    """Return each active expert's tokens."""
+    """Return the number of tokens of each active expert."""
     counts: dict[int, int] = {}
     for expert in (expert for row in route(layer, tokens) for expert in row):
         counts[expert] = counts.get(expert, 0) + 1

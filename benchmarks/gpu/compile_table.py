@@ -1,9 +1,9 @@
 """What do the compilers make of the kernels, on every architecture?
 
-Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships, and writes
-registers, spills, shared memory, tensor-core instructions and the order of decode's operations to compiled.json. A row
-of the same kernel source, tile and Triton is kept, so an interrupted run resumes. `--jobs` compiles in several
-processes, `--triton` and `--architecture` for one of them only.
+Compiles every variant ahead of time, without a GPU, with each Triton that a supported torch ships. Registers, spills,
+shared memory, tensor-core instructions and the order of decode's operations go into compiled.json. Rows whose kernel
+source, tile and Triton have not changed are kept, so an interrupted run resumes. `--jobs` compiles in several
+processes; `--triton` and `--architecture` compile for one of them only.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def problems(row: dict) -> list[str]:
     found = []
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
-    # A launch that fetches waits for the link, and planning is one program per layer: there a few bytes do not matter.
+    # A few bytes do not matter in a launch that waits for the link, nor in planning, one program per layer.
     waits = "device" in row["note"] or row["kernel"] == "decide"
     on_tensor_cores = row["kernel"].startswith("mma")
     allowed = TENSOR_CORE_SPILLS if on_tensor_cores else 64 if waits else SPILLS.get(row["triton"], 0)
@@ -93,9 +93,9 @@ def problems(row: dict) -> list[str]:
 def has_flow(row: dict) -> bool:
     """Return whether a row has to say how outputs are computed (``flow.py``).
 
-    These are the rows of down, whose products are those of gate and up, as devices launch it, on one architecture of
-    each kind; on sm_80 of a code of each kind. On tensor cores they are every code on one architecture, and 4 and 4/2
-    bits on all.
+    Only down is checked, as device-planned steps launch it; gate and up have the same products. On tensor cores these
+    are all codes on the main architecture, and 4 and 4/2 bits on the others. Without tensor cores they are all codes on
+    the main architecture and on sm_120, and a code of each kind on sm_80.
     """
     if row["kernel"] == "mma_down":
         return row["architecture"] == MAIN or row["precisions"] in ("4", "4/2")
@@ -166,7 +166,7 @@ def key(row: dict) -> tuple:
 
 
 def known_rows() -> list[dict]:
-    """Return all rows, from whatever sources."""
+    """Return all rows of the table, whatever source they were compiled from."""
     return json.loads(TABLE.read_text()) if TABLE.exists() else []
 
 

@@ -1,7 +1,4 @@
-"""Experts without a server.
-
-This module has their computation by a kernel, and the arguments of a launch.
-"""
+"""Experts without a server: calls of a kernel, and the arguments of a launch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -47,7 +44,7 @@ def compute_experts(
     activation: Activation,
     receive: Receive | None = None,
 ) -> None:
-    """Begin a step of some experts and compute all of them at once."""
+    """Begin a step of some experts and compute all of them in one call."""
     kernel.compute(begin_experts(kernel, x, work, out, activation), receive)
 
 
@@ -67,9 +64,9 @@ def begin_experts(
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:
-    """Return a random matrix of a format, over poisoned bytes.
+    """Return a random matrix in a format, written over poisoned bytes.
 
-    Weights and biases have a model's usual size.
+    Weights and biases have the size that is usual in models.
     """
     generator = torch.Generator().manual_seed(seed)
     section = torch.full((format.nbytes,), 0xEE, dtype=torch.uint8)
@@ -123,10 +120,7 @@ def _pack_floats(format: MatrixFormat, codes: Tensor, size: float, section: Tens
 
 
 def section_of(packed: PackedMatrix) -> Tensor:
-    """Return the bytes that a packed matrix is a view of.
-
-    They are those from the first of its section to the last.
-    """
+    """Return the bytes of the section of which a packed matrix is a view."""
     return torch.empty(0, dtype=torch.uint8, device=packed.weight.device).set_(packed.weight.untyped_storage())
 
 
@@ -139,13 +133,13 @@ def table_of_slices(
     residual: Sequence[int] | None = None,
     residual_destinations: Sequence[int] | None = None,
 ) -> ExpertTable:
-    """Return the table of packed experts: gate, up and down after each other.
+    """Return the table of packed experts: gate, up, down of each.
 
     Args:
-        shape: of all.
+        shape: common to all experts.
         slices: addresses of packed experts, multiples of 16.
         bits: tags of each expert's encoding.
-        device: of the table.
+        device: where the table is created.
         destinations: addresses of slots that decode fills as it reads, 0 for none.
         residual: addresses of residual slices, 0 for none; only if the shape has nested codes.
         residual_destinations: like destinations, for residual slices.
@@ -168,16 +162,16 @@ def table_of_slices(
 
 
 def section_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Return offsets of gate, up and down in a packed expert.
+    """Return the offsets of gate, up and down in a packed expert.
 
-    For nested codes, they are those of the upper halves.
+    For nested codes, these are offsets in the base slice.
     """
     gate, up, _ = (fmt.base if fmt.nested else fmt for fmt in shape.formats(bits))
     return 0, gate.nbytes, gate.nbytes + up.nbytes
 
 
 def residual_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
-    """Return the same for lower halves; zeros if there are none."""
+    """Return the same for the residual slices; zeros if there are none."""
     gate, up, _ = shape.formats(bits)
     return (0, gate.nbytes, gate.nbytes + up.nbytes) if gate.nested else (0, 0, 0)
 
@@ -185,8 +179,8 @@ def residual_offsets(shape: ExpertShape, bits: int) -> tuple[int, int, int]:
 def captured(function: Callable[[], Any]) -> Any:
     """Return a graph of launches, captured as in vLLM.
 
-    Any thread that disturbs the capture makes it fail. The launches run once before, on the capture's stream, which
-    compiles them.
+    The launches run once before on the capture's stream, which compiles them. Any thread that disturbs the capture
+    makes it fail.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

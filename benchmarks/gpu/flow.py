@@ -1,10 +1,10 @@
 """Checks that every output of decode is computed by the same operations.
 
-This has to hold however decode is launched. This module runs PTX on trees of floats: one program of a compiled kernel
-runs here, all threads in step, on random bytes. Integers are computed. A float operation gives, in addition to its
-value, a hash of its name and rounding and of its operands' hashes: two outputs have equal hashes if the same
-operations were applied in the same order to the same bits. ``compile_table.py`` records for each kernel that fetches,
-and for the same one that does not, the hashes of two tokens, each alone and both together.
+They have to be the same however decode is launched. One program of a compiled kernel is run from its PTX, all threads
+in step, on random bytes. Integers are computed. A float operation gives its value and a hash of its name, its rounding
+and its operands' hashes. Two outputs have equal hashes if the same operations were applied in the same order to the
+same bits. For each kernel that fetches, and for the same one that does not, ``compile_table.py`` records the hashes of
+two tokens, each alone and both together.
 """
 
 import re
@@ -28,10 +28,10 @@ _REST = np.uint64(1)  # in memory and registers, replaces the second half's tree
 
 
 class Value(NamedTuple):
-    """A value of each thread; one register may hold two 16-bit floats."""
+    """A value in each thread; a register may hold two 16-bit floats."""
 
     bits: Lanes
-    tree: Lanes  # what it, or its lower half, was computed by; 0 for an integer, whose bits say everything
+    tree: Lanes  # how it, or its lower half, was computed; 0 for integers, whose bits suffice
     upper: Lanes
 
 
@@ -53,9 +53,9 @@ def _tree(value: Value) -> Lanes:
 
 
 class Program:
-    """The first program of a launch, which takes integer arguments.
+    """The first program of a launch with integer arguments.
 
-    `trees` are for each 16 bits of memory.
+    `trees` has an entry for every 16 bits of memory.
     """
 
     def __init__(self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int) -> None:
@@ -109,7 +109,7 @@ class Program:
                 self._execute(name.replace("::cta", "").split("."), operands, active)
 
     def _wait(self) -> None:
-        """Wait for the launch before; here it has ended."""
+        """Wait for the previous launch, which has ended here."""
 
     def _copy(self, name: str, operands: list[str], active: NDArray[np.bool_]) -> None:
         """Copy to shared memory, as late as the program allows.
@@ -136,7 +136,7 @@ class Program:
             raise ValueError(f"{name} is an unknown instruction")
 
     def _show(self) -> None:
-        """Let copies that have arrived be seen by all threads."""
+        """Make the copies that have arrived visible to all threads."""
         memory, trees = self._spaces["shared"]
         for to, data, of in self._arrived:
             memory[to[:, None] + np.arange(data.shape[1])] = data
@@ -144,7 +144,7 @@ class Program:
         self._arrived = []
 
     def _address(self, place: str) -> NDArray[np.int64]:
-        """Return the address of each thread that an operand in brackets names."""
+        """Return each thread's address that an operand in brackets names."""
         base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", place).groups()
         return self._value(base).bits.astype(np.int64) + int(offset or 0)
 
@@ -208,10 +208,10 @@ class Program:
         return [self._value(part.strip()) for part in text.strip("{} ").split(",")]
 
     def _multiply(self, words: list[str], operands: list[list[Value]], to: str) -> None:
-        """Run mma.m16n8k16 of 16-bit floats, of every warp: to = a b + c.
+        """Compute to = a b + c, mma.m16n8k16 of 16-bit floats, for every warp.
 
-        The fragments are PTX's, see its ISA. The sum over k is exact here, and then rounded; hardware rounds oftener,
-        in an order that it does not tell.
+        The fragments are those of PTX's ISA. Here the sum over k is exact, and then rounded once; hardware rounds more
+        often, in an order that is not documented.
         """
         kind, warps, name = words[-2], len(self._lane) // 32, ".".join(words)
         if words[1:3] != ["sync", "aligned"] or "m16n8k16" not in words or words[-4] != "f32" or words[-1] != "f32":
@@ -272,7 +272,7 @@ _RESULT: dict[str, Callable[..., Any]] = {
 
 
 def _by_table(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
-    """Return what a table of eight bits says for each three bits."""
+    """Apply a table of eight bits (PTX's lop3) to three bits each."""
     result = np.zeros_like(a)
     for number in range(8):
         if table >> number & 1:
@@ -282,7 +282,7 @@ def _by_table(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def _field(values: Any, length: int) -> Any:
-    """Return the last bits, whose highest is the sign of signed values."""
+    """Return the last ``length`` bits, with a sign if values are signed."""
     last = values & ((1 << length) - 1)
     return last - ((last >> (length - 1)) << length) if values.dtype == np.int64 else last
 
@@ -323,7 +323,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
             tree |= np.where(exact, 0, _ROUNDED).astype(np.uint64)
     elif kind == "f32" and name in ("add", "sub") and "rn" not in rounding:
         for value, other in (values, values[::-1]):
-            if (value.tree[other.bits << np.uint64(33) != 0] & _ROUNDED).any():  # a sum with 0 changes nothing
+            if (value.tree[other.bits << np.uint64(33) != 0] & _ROUNDED).any():  # adding 0 changes nothing
                 raise ValueError(f"ptxas may choose whether a product is rounded before its {name}")
     with np.errstate(all="ignore"):
         if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
@@ -331,7 +331,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
             return Value(parts[1].bits | parts[0].bits << np.uint64(16), parts[1].tree, parts[0].tree)
         if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
             numbers = _numbers(kind, bits[0], size)
-            exact = kind in ("bf16", "f16") or "f" not in kind  # an integer says it itself
+            exact = kind in ("bf16", "f16") or "f" not in kind  # an integer needs no tree
             return Value(_bits(words[-2], numbers), np.where(any_float | (not exact), tree, 0).astype(np.uint64), none)
         if kind in ("f32", "bf16", "f16") and name != "setp":
             return Value(_bits(kind, _RESULT[name](*(_numbers(kind, part, size) for part in bits))), tree, none)
@@ -350,7 +350,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
 
 
 def _halves(register: Value) -> list[tuple[Lanes, Lanes]]:
-    """Return bits and trees of the two 16-bit floats in a register of 32 bits."""
+    """Return the bits and trees of both 16-bit floats in a register of 32 bits."""
     whole = (register.tree != 0) & (register.upper <= _REST)
     found = []
     for number, name in enumerate(("low", "high")):
@@ -361,7 +361,7 @@ def _halves(register: Value) -> list[tuple[Lanes, Lanes]]:
 
 
 def _half(pair: Value, number: int) -> Value:
-    """Return one float of two in a register of 64 bits."""
+    """Return one of the two floats in a register of 64 bits."""
     whole = (pair.tree != 0) & (pair.upper <= _REST)
     tree = np.where(whole, _mix(("low", "high")[number], pair.tree), pair[1 + number])
     return Value(pair.bits >> np.uint64(32 * number) & np.uint64((1 << 32) - 1), tree, 0 * pair.bits)
@@ -389,10 +389,11 @@ def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
     """Return hashes of two tokens' outputs: four times 8 hex digits.
 
     Each token is computed alone and together with the other, with and without fetching. On tensor cores an absent token
-    is a column of zeros, which are stored in one register with the other token's numbers, and its tree is another one
-    than that of two numbers: there tokens are compared alone and together by their bits.
+    is a column of zeros. Its numbers share a register with the other token's, so their tree differs from that of two
+    tokens; there, tokens computed alone and together are compared by their bits.
 
-    ValueError if ptxas may still choose which products to round.
+    Raises:
+        ValueError: ptxas may still choose which products to round.
     """
     found = []
     for fetch in (True, False):
@@ -411,10 +412,10 @@ def digests(variant: Variant, ptx: Callable[[Variant], str]) -> str:
 
 
 def _left_to_ptxas(ptx: str) -> list[str]:
-    """Return sums of a product that is rounded in PTX, but names no rounding.
+    """Return PTX sums of a rounded product that name no rounding themselves.
 
-    ptxas may fuse the two instructions. Products with powers of two are exact, and do not count. This also reads paths
-    that are not run here, but no pairs.
+    ptxas may fuse such a pair of instructions. Products with powers of two are exact and do not count. Paths that are
+    not run are read, too; packed pairs are not.
     """
     products, found = set[str](), []
     for line in re.finditer(r"(mul|add|sub)\.f32\s+(%\w+), (\S+), (\S+);", ptx):
@@ -427,10 +428,12 @@ def _left_to_ptxas(ptx: str) -> list[str]:
 
 
 def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
-    """Return hashes and bits of the first program's outputs for two positions.
+    """Return the hashes and bits of the first program's outputs at two positions.
+
+    Only the positions from `first` to `last` are computed.
 
     Returns:
-        [2, 2, 64]; only the positions from `first` to `last` are computed.
+        [2, 2, 64].
     """
     constants, memory, sections = variant.constants, _random_bytes().copy(), np.arange(1, 4) << 24
     names = [name for name in variant.code.arg_names if name in variant.types]
@@ -456,7 +459,7 @@ def _outputs(variant: Variant, ptx: str, first: int, last: int) -> Lanes:
 
 @cache
 def _random_bytes() -> NDArray[np.uint8]:
-    """Return random bytes, none of which are a number too large in any format."""
+    """Return random bytes that no format reads as a very large number."""
     return np.random.default_rng(0).integers(0, 256, 1 << 26, dtype=np.uint8) & np.array(
         [0x6F, 0xBF] * (1 << 25), np.uint8
     )

@@ -1,8 +1,8 @@
-"""Is vllm-dymoe correct on this card, and how fast is it? Takes ten minutes.
+"""Is vllm-dymoe correct on this card, and how fast is it?
 
-Needs torch, triton and a CUDA device, and for the server a few packages, whose names it prints if they are missing; no
-network, no install. Each part runs in its own process and has a time limit. Speeds are measured last, and only if
-everything was correct.
+Takes ten minutes. Needs torch, triton and a CUDA device; the server needs a few packages, whose names are printed if
+they are missing. Needs no network and installs nothing. Each part runs in its own process, with a time limit. Speeds
+are measured last, and only if everything was correct.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Part:
     question: str  # the question that it answers
     limit: float  # seconds
     needs: tuple[str, ...] = ()  # modules in addition to torch and triton
-    program: str = ""  # module.function; run of the module of its name in parts/ if empty
+    program: str = ""  # module.function; if empty, run() of the module with the part's name in parts/
 
 
 MACHINE, SHORT = "machine", "short"
@@ -45,7 +45,7 @@ PARTS = {
     "runtime": Part("Does a budget, a store, prefetch or timing change a bit?", 180, _PACKAGE),
     "graphs": Part("Do steps that the device plans compute what the host's do?", 90, _PACKAGE),
     "sanitizer": Part("Does compute-sanitizer find anything?", 330, _PACKAGE),
-    SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # what the sanitizer runs
+    SHORT: Part("", 0, _PACKAGE, "parts.sanitizer.short"),  # the steps that the sanitizer runs
     "engine": Part("Does vLLM answer the same with graphs and without, at 100 and 25 %?", 420, _PACKAGE),
     "speeds": Part("How far from the hardware's bound?", 300, _PACKAGE),
     "decode": Part(
@@ -55,7 +55,7 @@ PARTS = {
         "How long do large batches take, and each policy's decode? (second of fifteen minutes on a card)", 300, _PACKAGE
     ),
     "serving": Part("How many tokens per second, beside vLLM's own? (third of fifteen minutes on a card)", 330),
-    "profiled": Part("", 0, _PACKAGE, "parts.decode.profiled"),  # what the profiler looks at
+    "profiled": Part("", 0, _PACKAGE, "parts.decode.profiled"),  # the launches that the profiler inspects
     "layers": Part(
         "How far are the kernels from the bound, for every layer, precision and batch?",
         3600,
@@ -72,7 +72,7 @@ DEFAULT = [name for name in NAMES if name not in SPEEDS[1:]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check, measure, report; 0 only if everything that was checked is right."""
+    """Check, measure and report; return 0 only if every check is right."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=NAMES, default=DEFAULT, metavar="PART", help=", ".join(NAMES))
     parser.add_argument("--output", type=Path, default=HERE, help="folder of the JSON file")
@@ -95,16 +95,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def missing(*modules: str) -> list[str]:
-    """Return the modules that are not installed."""
+    """Return those of the modules that are not installed."""
     return sorted(name for name in modules if importlib.util.find_spec(name) is None)
 
 
 def _child(name: str, result: Path, deadline: float) -> int:
     """Run one part in this process."""
-    if name not in SPEEDS:  # it runs concurrently with others
+    if name not in SPEEDS:  # such parts run concurrently
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # before this process is killed
+    faulthandler.dump_traceback_later(max(deadline - time.time() - 1, 0.1))  # shortly before this process is killed
     record = Recorder(result)
     try:
         module, _, function = (PARTS[name].program or f"parts.{name}.run").rpartition(".")
@@ -140,7 +140,7 @@ def _run(names: list[str], output: Path, readme: Path | None) -> int:
     found = {name: found[name] for name in PARTS if name in found}
     wrong = [f"{name}: {sentence}" for name, part in found.items() for sentence in part.wrong]
     print()
-    if any(check["wrong"] for part in found.values() for check in part.checks):  # what ran out of time was right so far
+    if any(check["wrong"] for part in found.values() for check in part.checks):  # unfinished parts are not wrong
         for part in found.values():
             part.speeds.clear()
     results: dict[str, Any] = {

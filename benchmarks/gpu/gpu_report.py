@@ -1,6 +1,6 @@
-"""Formats the findings of `make gpu`, without a GPU.
+"""Formats the findings of `make gpu` for a terminal and for the README's table.
 
-They are for a terminal and for the README's table.
+No GPU is needed.
 """
 
 import sys
@@ -13,7 +13,7 @@ from readme import put as put
 
 
 def line(entry: dict[str, Any]) -> str | None:
-    """Return what the terminal shows for an entry while the parts run."""
+    """Return the line for the terminal when an entry arrives, if it needs one."""
     kind = entry["kind"]
     if kind == "check":
         head = f"  {'FAILED' if entry['wrong'] else 'ok':6}  {entry['name']} ({entry['seconds']:.1f} s)"
@@ -24,7 +24,7 @@ def line(entry: dict[str, Any]) -> str | None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return everything about one card; speeds only if all is correct."""
+    """Return the report of one card; it has speeds only if all checks are right."""
     parts, checks = results["parts"], []
     for name, part in parts.items():
         said, seconds = " ".join(part["sentences"]), f"{part['seconds']:.0f} s"

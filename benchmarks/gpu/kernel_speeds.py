@@ -1,7 +1,7 @@
-"""Times of the kernels on a card, compared with their bound.
+"""Times of the kernels on a card, compared with their bounds.
 
-The bound is set by the card's own copy bandwidth and matrix rate. Times are of CUDA graphs that rotate over copies of
-the experts, so that weights come from memory, not from a cache.
+The bounds follow from the card's own copy bandwidth and matrix rate. Times are those of CUDA graphs that rotate over
+copies of the experts, so that weights come from memory and not from a cache.
 """
 
 import os
@@ -33,16 +33,13 @@ SIDE = 8192
 
 
 def run(record: Recorder, precisions: Sequence[str] = tuple(PRECISIONS)) -> None:
-    """Measure every layer shape, precision and number of tokens: `make bench-gpu`."""
+    """Measure every layer shape, precision and number of tokens (`make bench-gpu`)."""
     with record.check("the kernels' speeds could be measured"):
         measure(record, LAYERS, precisions, TOKENS)
 
 
 def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str], tokens: Sequence[int]) -> Machine:
-    """Measure the card, and then the layers.
-
-    One layer of each kind is measured, then experts that are fetched through.
-    """
+    """Measure the card, then a layer of each kind, then a step that fetches."""
     chosen = [(layer, name) for layer in layers for name in precisions]
     # Compiling takes longer than measuring, so processes compile concurrently into Triton's cache on disk.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn")) as pool:
@@ -56,7 +53,7 @@ def measure(record: Recorder, layers: Sequence[Model], precisions: Sequence[str]
     for layer, name in chosen:
         for count in tokens:
             measure_layer(record, machine, layer, name, count)
-    # Misses computed and cached in one pass, compared with a copy from pinned memory.
+    # Misses that are computed and cached in one pass are compared with a copy from pinned memory.
     layer = LAYERS[0]
     bound, time = 2 * layer.format(4).nbytes / machine.host_bytes_per_second, seconds(fetching_step(layer))
     name = f"kernels, two experts of {layer.name} fetched through from the host"
@@ -86,9 +83,9 @@ def seconds(function: Callable[[], object], least: float = 0.2) -> float:
 
 
 def measure_machine() -> Machine:
-    """Return the card's rates.
+    """Return the bandwidth of a copy, the rate of a product, and the link's bandwidth.
 
-    They are the bandwidth of a copy, the rate of a product, and the bandwidth from pinned memory.
+    The link's is that of a copy from pinned memory.
     """
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     source, target = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -101,7 +98,7 @@ def measure_machine() -> Machine:
 
 
 def random_expert(layer: Model, bits: int) -> PackedExpert:
-    """Return random bytes with scales of a model's usual size."""
+    """Return an expert of random bytes and scales of a usual size."""
     fmt = layer.format(bits)
     expert = fmt.view(torch.randint(0, 256, (fmt.nbytes,), dtype=torch.uint8, device="cuda"))
     for packed in expert:
@@ -117,7 +114,7 @@ def random_expert(layer: Model, bits: int) -> PackedExpert:
 def compile_layer(
     layer: Model, precisions: str, decode: Decode = Decode.PLAIN, grouped: Grouped = Grouped.PLAIN
 ) -> None:
-    """Compile every kernel of a layer, by launching it once."""
+    """Compile every kernel of a layer by launching it once."""
     x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
     work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
     compute_experts(_kernel(layer, precisions, 64 << 20, decode, grouped), x, work, x.clone(), Activation.SILU)
@@ -133,20 +130,20 @@ def measure_layer(
     record: Recorder, machine: Machine, layer: Model, precisions: str, count: int, decode: Decode = Decode.PLAIN,
     grouped: Grouped = Grouped.PLAIN, least: float = 0.2,
 ) -> None:  # fmt: skip
-    """Measure one layer's step of `count` tokens, and compare it with the bound.
+    """Measure a layer's step of `count` tokens, and compare it with the bound.
 
-    `least` is as in :func:`seconds`.
+    `least` is explained in :func:`seconds`.
     """
     bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
-    # Hidden activations of all tokens at once, as far as memory allows: this times kernels, not workspaces.
+    # All tokens are computed at once, as far as memory allows, because kernels are timed and not workspaces.
     pairs = count * layer.top_k
     workspace = (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20))
     kernel = _kernel(layer, precisions, workspace, decode, grouped)
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
     out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
     ids = torch.tensor(routing, device="cuda")
-    # As many sets of experts as needed so that none is still in the second-level cache when it is used again.
+    # Enough sets of experts that none is still in the second-level cache when it is used again.
     cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
     copies = max(1, min(4 * cache // work.weight_bytes + 2, free // 2 // work.weight_bytes, 64))
     steps, sets = [], []
@@ -170,9 +167,9 @@ def measure_layer(
 
 
 def fetching_step(layer: Model) -> Callable[[], None]:
-    """Return a step that fetches two experts through.
+    """Return a step that computes one token with two experts that it fetches.
 
-    It computes one token with two experts of 4 bits in pinned memory, and writes the experts into slots.
+    The experts have 4 bits and lie in pinned memory; the step also writes them into slots.
     """
     size, shape = layer.format(4).nbytes, ExpertShape(layer.hidden, layer.intermediate, layer.group, DTYPE)
     slices = [torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -189,7 +186,7 @@ def fetching_step(layer: Model) -> Callable[[], None]:
     tiles = choose_tiles(10 * major + minor, layer.hidden, layer.intermediate)
     scratch = scratch_for(layer, 2, tiles.gate_up, tiles.down)
 
-    def step(held: Any = (slices, slots)) -> None:  # keeps the memory alive: the table has only addresses
+    def step(held: Any = (slices, slots)) -> None:  # keeps the memory that the table addresses
         decode_gate_up(x, hidden, table, work, Activation.SILU, tiles.gate_up, scratch)
         decode_down(hidden, out, table, work, tiles.down, scratch)
 
@@ -197,7 +194,7 @@ def fetching_step(layer: Model) -> Callable[[], None]:
 
 
 def scratch_for(layer: Model, rows: int, gate_up: DecodeTile, down: DecodeTile) -> Scratch:
-    """Return what programs need that share a sum of ``rows`` rows."""
+    """Return the scratch memory of programs that share a sum of ``rows`` rows."""
     inner, hidden = (64 * -(-size // 64) for size in (layer.intermediate, layer.hidden))
     partials = rows * max(2 * gate_up.split * inner, down.split * hidden)
     semaphores = rows * max(inner, hidden) // 64

@@ -1,8 +1,8 @@
 """Checks what compiled decode kernels compute, without a card.
 
-All programs of a launch run on their PTX. Triton's interpreter executes Python, so it does not show what the compiler
-does: with ``up = gate`` before a loop that moves ``up`` to ``gate``, the compiler took ``gate`` for a constant, and
-decoded experts gave zeros.
+All programs of a launch are run from their PTX. Triton's interpreter executes Python, so it does not show what the
+compiler does. Once, ``up = gate`` before a loop that moves ``up`` to ``gate`` made the compiler take ``gate`` for a
+constant, and decoded experts gave zeros.
 """
 
 import re
@@ -44,12 +44,12 @@ ENCODINGS = tuple(encoding for encoding in WHOLE.values() if encoding.stored_bit
 class Launched(Program):
     """One program of a launch, at its place in the grid.
 
-    Earlier programs have ended.
+    The programs before it have ended.
     """
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
-        self.early, self._waited = set[int](), False  # addresses of global memory that are used before the wait
+        self.early, self._waited = set[int](), False  # global addresses that are used before the wait
         for name, number in zip("xyz", (*place, 0), strict=False):
             self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
 
@@ -65,7 +65,7 @@ class Launched(Program):
             base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
             self.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
         super()._execute(words, operands, active)
-        if words[0] == "atom" and active.any():  # of one thread, whose operand 0 gets the old value
+        if words[0] == "atom" and active.any():  # one thread is active; its operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
             at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
             word = self._spaces["global"][0][at : at + 4].view(np.uint32)
@@ -73,16 +73,14 @@ class Launched(Program):
 
 
 class Host:
-    """Runs launches on the host.
-
-    It has tensors, and their places in what stands for a card's memory.
+    """Runs launches on the host, with an array of bytes as the card's memory.
 
     Args:
-        architecture: that is compiled for.
+        architecture: the architecture that is compiled for.
         changed: gets the PTX of each kernel and returns what runs in its place.
 
     Attributes:
-        early: by kernel, the addresses that its programs have used before they wait for the launch before them.
+        early: by kernel, the addresses that its programs use before they wait for the previous launch.
     """
 
     def __init__(self, architecture: int, changed: Callable[[str], str] = str) -> None:
@@ -102,7 +100,7 @@ class Host:
             self.early[name] = self.early.get(name, set()) | program.early
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's address; its content is copied the first time."""
+        """Return a tensor's address; the first time, its content is copied there."""
         key = tensor.data_ptr()
         if key not in self._places:
             held = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -118,17 +116,17 @@ class Host:
 
 @dataclass(frozen=True)
 class Launch:
-    """One expert and some tokens, as gate and up and down are launched for them."""
+    """One expert and some tokens: launches of gate and up, and of down."""
 
     encoding: Encoding
     tokens: int
     split: int = 1  # programs that share a sum
-    fetch: bool = False  # the expert lies elsewhere and is stored in its slot, which has to have its bytes then
-    weighted: bool = False  # tokens are summed, and one more, which has no expert, becomes zero
+    fetch: bool = False  # the expert lies elsewhere; afterwards its slot has to have its bytes
+    weighted: bool = False  # outputs are weighted sums; one more token has no expert and becomes zero
     low: bool = False  # computed from the base slice alone
-    tensor_cores: int = 0  # see DecodeTile, as of the next one
+    tensor_cores: int = 0  # see DecodeTile, also for the next field
     dependent: bool = False
-    grouped: bool = False  # as in large batches, on a tile whose weights are dequantized in registers
+    grouped: bool = False  # launched as in large batches, with weights dequantized in registers
     warps: int = 4
     group: int = 64
     dtype: torch.dtype = torch.bfloat16
@@ -141,14 +139,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came out of a launch.
+    """The results of a launch.
 
     Attributes:
         error: relative to float64; infinite if a slot does not have its bytes, or a token without an expert is not 0.
-        out: of the tokens or pairs, in the launch's dtype.
-        x: of the tokens.
-        expert: what was computed.
-        written: addresses of what launches write: hidden states, outputs, partial sums and semaphores.
+        out: outputs of the tokens or pairs, in the launch's dtype.
+        x: inputs of the tokens.
+        expert: the computed expert.
+        written: addresses that launches write: hidden states, outputs, partial sums and semaphores.
     """
 
     error: float
@@ -159,11 +157,11 @@ class Ran:
 
 
 def ran(launch: Launch, memory: Any) -> Ran:
-    """Run gate and up and down of an expert.
+    """Run gate and up, then down, of an expert.
 
     Args:
         launch: what to run.
-        memory: where it runs; a `Host`, or what has its methods.
+        memory: where it runs: a `Host`, or an object with its methods.
     """
     generator = torch.Generator().manual_seed(launch.encoding.tag)
     flags = launch.bias, launch.integer_zeros, launch.act_order, launch.activation.has_gate
@@ -205,7 +203,7 @@ def ran(launch: Launch, memory: Any) -> Ran:
     if launch.weighted:
         pieces.append([-1, 0, summed])
     work = WorkList(torch.tensor(pieces, dtype=torch.int32), index, index)
-    # The same first tokens, however many there are.
+    # The first tokens are the same for every number of tokens.
     x = torch.randn(128, shape.hidden, generator=generator)[:tokens].to(launch.dtype)
     hidden, out = (x.new_full(size, torch.nan) for size in ((tokens, shape.intermediate), (summed, shape.hidden)))
     scratch = Scratch(torch.full((1 << 16,), torch.nan), torch.zeros(1 << 8, dtype=torch.int32))
@@ -237,18 +235,18 @@ ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.value
 
 
 def plain_launches() -> Iterator[tuple[int, Launch]]:
-    """Yield an architecture and launches of every code.
+    """Yield an architecture, and launches of every code.
 
-    They are of a token alone, and of three tokens whose sums are shared, fetched and weighted.
+    They compute one token, and three tokens whose sums are shared, fetched and weighted.
     """
     for code in ENCODINGS:
         yield from ((MAIN, Launch(code, tokens, **more)) for tokens, more in ((1, {}), (3, SHARED)))
 
 
 def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
-    """Yield architectures and launches on tensor cores.
+    """Yield architectures, and launches on tensor cores.
 
-    They are of three tokens, and of eleven; every code occurs on one architecture.
+    They compute three tokens, and eleven; every code occurs on one architecture.
     """
     for architecture in (80, 89, MAIN, 120):
         codes = ON_TENSOR_CORES if architecture == MAIN else (STEPS[2], NESTED[4])
@@ -257,7 +255,7 @@ def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
 
 
 def large_batch_launches() -> Iterator[tuple[int, Launch]]:
-    """Architectures, and launches of large batches with weights in registers.
+    """Yield architectures, and launches of large batches with weights in registers.
 
     Each has a tile of 64 positions and one of 8.
     """
@@ -266,7 +264,7 @@ def large_batch_launches() -> Iterator[tuple[int, Launch]]:
 
 
 def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:
-    """Sentences about launches whose outputs are not what they should be."""
+    """Return sentences about launches whose outputs are wrong."""
     found = []
     for architecture, launch in chosen:
         if not (error := ran(launch, Host(architecture)).error) < TOLERANCE:

@@ -1,6 +1,6 @@
 """The layers that are measured, and the hardware's best possible times.
 
-Neither needs a GPU.
+No GPU is needed.
 """
 
 import random
@@ -20,7 +20,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of MoE layers that are all alike."""
+    """Sizes of MoE layers that are all the same."""
 
     hidden: int
     intermediate: int
@@ -31,11 +31,11 @@ class Model:
     name: str = ""
 
     def format(self, bits: int) -> ExpertFormat:
-        """Bytes of a packed expert."""
+        """Return the byte layout of a packed expert."""
         return ExpertFormat(self.hidden, self.intermediate, encoding_of(bits), self.group, DTYPE)
 
     def at(self, bits: Sequence[int]) -> ModelExperts:
-        """Return its experts, stored at these widths."""
+        """Return its experts, stored at these bit-widths."""
         return ModelExperts(tuple(range(self.layers)), self.experts, self.top_k, {b: self.format(b) for b in bits})
 
 
@@ -68,15 +68,15 @@ class Work:
     flops: int  # two for each weight and token
 
     def seconds(self, machine: Machine) -> float:
-        """Return the bound: the longer of moving and computing."""
+        """Return the bound: the longer of the times for moving and for computing."""
         moving = (self.weight_bytes + self.other_bytes) / machine.copy_bytes_per_second
         return max(moving, self.flops / machine.flops_per_second)
 
 
 def route(layer: Model, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Return the experts of each token.
+    """Return the experts of each token, uniformly random.
 
-    They are uniformly random, the worst case for few tokens.
+    This is the worst case for few tokens.
     """
     generator = random.Random(seed)
     return [sorted(generator.sample(range(layer.experts), layer.top_k)) for _ in range(tokens)]

@@ -1,7 +1,4 @@
-"""Compiles a variant ahead of time, and reads the machine code.
-
-It needs neither a GPU nor a driver.
-"""
+"""Compiles a variant ahead of time and reads its machine code, without a GPU."""
 
 import re
 import subprocess
@@ -27,7 +24,7 @@ class Report:
     spill_bytes: int  # of each thread's local memory
     shared_bytes: int  # of a program
     tensor_cores: str  # mma, wgmma or tcgen05 if the PTX has such instructions, else ""
-    barriers_in_loops: int  # barriers in the longest innermost loop: with none, its threads exchange nothing
+    barriers_in_loops: int  # barriers in the longest innermost loop; without any, its threads exchange nothing
     instructions: int  # of that loop; of the longest one with mma instructions if there are such
 
 
@@ -48,9 +45,9 @@ def compile_variant(variant: Variant) -> Report:
 
 
 def product_loops(variant: Variant) -> list[tuple[int, int]]:
-    """Return mma instructions, and all instructions, of each loop with products.
+    """Return mma and all instructions of each innermost loop with products.
 
-    Such loops contain no other one; they ascend.
+    The loops are in ascending order.
     """
     source, target, options = _prepared(variant)
     code = _read_cubin(triton.compile(source, target=target, options=options).asm["cubin"])[2]
@@ -64,10 +61,10 @@ def compiled_ptx(variant: Variant) -> str:
 
 
 def fused_instructions(variant: Variant) -> list[str]:
-    """Return lines that multiply and add floats with one rounding.
+    """Return lines that multiply and add floats with a single rounding.
 
-    They are lines of the PTX and of the machine code. A division is made of such instructions in machine code, and
-    still rounds correctly: of a variant that divides only the PTX is read, whose products and sums name their
+    They are lines of the PTX and of the machine code. In machine code a division consists of such instructions and
+    still rounds correctly. So only the PTX of a variant that divides is read, in which products and sums name their
     rounding.
     """
     source, target, options = _prepared(variant)
@@ -79,11 +76,11 @@ def fused_instructions(variant: Variant) -> list[str]:
 
 
 def _prepared(variant: Variant) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
-    """Return source, target and options of a compilation."""
+    """Return the source, the target and the options of a compilation."""
     kernel = variant.code
     signature = {name: variant.types.get(name, "constexpr") for name in kernel.arg_names}
-    # The alignment of arguments in launches: allocations start at multiples of 16 bytes, descriptions anywhere, and
-    # numbers are arbitrary.
+    # The alignment of arguments is that of launches: allocations start at multiples of 16 bytes, descriptions anywhere,
+    # and numbers are arbitrary.
     aligned = {
         (parameter.num,): [["tt.divisibility", 16]]
         for parameter in kernel.params
@@ -116,9 +113,9 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _longest_loop(code: list[str]) -> list[str]:
-    """Return the instructions of the longest loop that contains no other.
+    """Return the instructions of the longest innermost loop.
 
-    If there are loops with mma instructions, it is one of those.
+    If there are innermost loops with mma instructions, it is the longest of those.
     """
     return max(_loops_of_products(code) or _innermost_loops(code), key=len, default=[])
 
@@ -128,7 +125,7 @@ def _loops_of_products(code: list[str]) -> list[list[str]]:
 
 
 def _innermost_loops(code: list[str]) -> list[list[str]]:
-    """Return the instructions of each loop that contains no other."""
+    """Return the instructions of each innermost loop."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[tuple[int, int]] = []

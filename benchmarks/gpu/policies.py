@@ -1,14 +1,15 @@
-"""Which policy is planned on the device, and what does the host do for a layer?
+"""Which policies are planned on the device, and what does the host do for a layer?
 
     python benchmarks/gpu/policies.py [FILE]
 
-Prints a table for each kind of step, and writes it to FILE as JSON. Needs no GPU: each cell runs on the emulated card
+Prints a table for each kind of step, and writes it to FILE as JSON. Needs no GPU. Each cell runs on the emulated card
 with a link of 8 GB/s, and is refused if its outputs differ from those of the same precisions with every expert
-resident. Waits are uses of a number that only the device has, before a layer is enqueued. Launches and host time are
-measured in the Triton path with launches that do nothing, for a layer in the middle of a step, or of the draft.
-Prompts have 64 tokens; a quarter of the experts has slots. DP+EP: the rows of another engine are before this one's, as
-a gathering leaves them; it counts as one launch. Disk: a store that is not in memory, with the thread that brings what
-a plan misses. Policies that ask gates ask random ones, and the paper's network has random weights.
+resident. "Waits" are reads, before a layer is enqueued, of a number that only the device has. Launches and host time
+are measured in the Triton path with launches that do nothing, for a middle layer of a step or for the draft's.
+
+Prompts have 64 tokens, and a quarter of the experts has slots. DP+EP: the rows of another engine come before this
+one's, as after gathering, which counts as one launch. Disk: the store is not in memory, and a thread reads a plan's
+misses. Policies that ask gates ask random ones, and the paper's network has random weights.
 """
 
 import json
@@ -71,7 +72,7 @@ _NO_LAUNCH = (
 
 
 def predictor_of(name: str) -> Predictor | None:
-    """Return what a policy asks."""
+    """Return the predictor of a policy."""
     prefetch = POLICIES[name]().prefetch
     if prefetch is None:
         return None
@@ -83,7 +84,7 @@ def predictor_of(name: str) -> Predictor | None:
 
 
 def options_of(name: str) -> dict:
-    """Return precisions, budget and parameters of a policy's cells."""
+    """Return the precisions, budget and parameters with which a policy is measured."""
     policy = POLICIES[name]()
     if policy.residency.migrating is not None:
         return {"low": 2, "budget": "75%"}
@@ -105,28 +106,28 @@ def server_of(name: str, store: Any, **others: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of steps: which layers run on how many rows, and where experts come from."""
+    """A kind of steps: its layers, their rows, and where experts come from."""
 
     tokens: int
     drafts: bool = False
-    meets: bool = False  # rows of another engine lie before this one's, as many, of which one is a token
+    meets: bool = False  # as many rows of another engine come first; one of them is a token
     on_disk: bool = False
 
     def store(self) -> Any:
-        """Return the experts, anew: a draft's become part of the model's."""
+        """Return new experts each time, because a draft's become part of the model's."""
         if self.drafts:
             return join(make_store(STORE.experts), make_store(replace(STORE.experts, layers=(1,))))
         return FaultyStore(STORE) if self.on_disk else STORE
 
     def layers(self, seed: int) -> list[tuple[int, int, tuple[Tensor, ...]]]:
-        """Return each layer of a step with the tokens it is told, and its inputs."""
+        """Return each layer of a step, with its number of tokens and its inputs."""
         passes = [(layer, self.tokens) for layer in range(LAYERS)]
-        if self.drafts:  # over all rows, and then for a row of each request, of which the graph is told nothing
+        if self.drafts:  # all rows, then one for each request; the graph is not told so
             passes += [(LAYERS, self.tokens), (LAYERS, 1)]
         return [(layer, self.tokens, self.given(seed, rows)) for layer, rows in passes]
 
     def given(self, seed: int, rows: int) -> tuple[Tensor, ...]:
-        """Return x, weights and ids; where engines meet, those of both."""
+        """Return x, weights and ids; with two engines, the rows of both."""
         x, weights, ids = random_step(seed, rows, STORE.experts)
         if self.meets:
             others = torch.where(torch.arange(rows).unsqueeze(1) < 1, ids, -1)
@@ -139,7 +140,7 @@ class Kind:
         path.tell(told)
         x, weights, ids = given
         if self.meets:
-            ids = torch.cat((ids[: len(ids) // 2], path.own_tokens(ids[len(ids) // 2 :])))  # stands for the gathering
+            ids = torch.cat((ids[: len(ids) // 2], path.own_tokens(ids[len(ids) // 2 :])))  # replaces gathering
             path.meet(ids)
         forward = path.forward if len(x) <= SMALL_BATCH_ROWS else path.forward_large
         out = forward(layer, x, weights, ids, Activation.SILU)
@@ -157,13 +158,13 @@ KINDS = {
 
 
 def bits_are_equal(name: str, kind: Kind) -> bool:
-    """Return whether a cell on the emulated card gives the right bits.
+    """Return whether the emulated card gives the bits of host-side planning.
 
-    They are those of host-side planning with every expert resident.
+    The host has every expert resident.
     """
     given = options_of(name)
     budget, policy = given.pop("budget"), POLICIES[name](**given.pop("parameters", {}))
-    everything = budget if POLICIES[name]().residency.migrating is not None else "100%"  # which serves what is resident
+    everything = budget if POLICIES[name]().residency.migrating is not None else "100%"  # it serves what is resident
     host, server = (
         make_server(replace(kind, on_disk=False).store(), everything, policy, **given),
         server_of(name, kind.store(), link_gbps=LINK_GBPS),
@@ -172,7 +173,7 @@ def bits_are_equal(name: str, kind: Kind) -> bool:
     for seed in range(STEPS):
         for layer, told, step in kind.layers(seed):
             x, weights, ids = step
-            if kind.meets:  # the host is told of tokens alone
+            if kind.meets:  # the host gets tokens only
                 x, weights, ids = (torch.cat((part[:1], part[len(part) // 2 :])) for part in step)
             want = forward(host, layer, x, weights, ids)[-told:]
             equal &= torch.equal(kind.run(server, layer, told, step), want)
@@ -182,7 +183,7 @@ def bits_are_equal(name: str, kind: Kind) -> bool:
 
 
 def host_waits(name: str, kind: Kind) -> list[str]:
-    """Return what waits for the device in a step.
+    """Return which reads on the host wait for the device in a step.
 
     Kernels do nothing, and only the device has numbers.
     """
@@ -226,7 +227,7 @@ class Launches(TorchDispatchMode):
 
 
 class OnTriton(Parts):
-    """Kernels of a GPU, whose launches are not made."""
+    """A GPU's kernels, which are prepared but not launched."""
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
         """Return a GPU's kernel, with its own scratch."""
@@ -235,12 +236,12 @@ class OnTriton(Parts):
 
 
 def name_on_triton(table: Any, *arguments: Any) -> None:
-    """Name experts as on a GPU."""
+    """Name predicted experts as on a GPU."""
     name_experts_on_gpu(vars(table), *arguments)
 
 
 def work_of_the_host(name: str, kind: Kind) -> tuple[int, float]:
-    """Return launches of a layer, and microseconds of Python for it."""
+    """Return the launches of a layer, and the microseconds of Python for it."""
     launched, times = [], []
 
     def combine(out, weights, ids):
@@ -253,7 +254,7 @@ def work_of_the_host(name: str, kind: Kind) -> tuple[int, float]:
     with launch, popular, names, mock.patch.object(large_batch_step, "combine", combine):
         server = server_of(name, kind.store(), parts=OnTriton(torch.device("cpu")))
         server.small_batches.tell(kind.tokens)
-        middle = LAYERS if kind.drafts else 2  # the draft's first pass, or a layer in the middle
+        middle = LAYERS if kind.drafts else 2  # the draft's first pass, or a middle layer
         for number in range(12):
             for at, (layer, told, step) in enumerate(kind.layers(number)):
                 launched.clear()

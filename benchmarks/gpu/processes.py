@@ -1,6 +1,6 @@
 """Runs parts in their own processes.
 
-A hang ends at a limit, and a fault of the card ends only one part.
+A hung part ends at its limit, and a fault of the card ends only one part.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ def run_part(
     under: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Found:
-    """Run a part, and kill it and everything that it started when its time is over.
+    """Run a part; when its time is over, kill it and all processes that it started.
 
     Args:
-        name: of the part.
+        name: name of the part.
         limit: maximum seconds.
         folder: for its findings, ``NAME.jsonl``, and its output, ``NAME.log``.
-        tell: called with each line of findings, while it runs.
-        under: a program and its options that runs the part.
+        tell: called with each line of findings, while the part runs.
+        under: a program with its options that runs the part.
         environment: additional variables.
     """
     found, begin = Found(), time.monotonic()
@@ -52,7 +52,7 @@ def run_part(
                 time.sleep(0.05)
                 ended = process.poll() is not None
                 _take(lines, found, tell)
-        finally:  # what a part leaves behind: workers that compile, engines, what a sanitizer runs
+        finally:  # a part may leave compiling workers, engines or a sanitizer's program behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -61,7 +61,7 @@ def run_part(
     where = f'in the middle of "{found.under_way}"' if found.under_way else "between two checks"
     if not ended:
         found.failure = f"not finished after {limit:.0f} seconds, {where}; the stacks at that moment are in {log}."
-    # Otherwise a check has reported it already.
+    # A check has reported it already otherwise.
     elif (process.returncode != 0 or not found.complete) and not found.wrong:
         code = process.returncode
         status = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -72,7 +72,7 @@ def run_part(
 
 
 def _take(lines: Any, found: Found, tell: Callable[[dict[str, Any]], object]) -> None:
-    """Read whole lines only: the last one may be incomplete."""
+    """Read whole lines only, because the last one may be incomplete."""
     while True:
         place = lines.tell()
         line = lines.readline()

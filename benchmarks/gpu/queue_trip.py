@@ -1,8 +1,8 @@
 """How long is an empty round trip to the CPU queue? No GPU is needed.
 
 It depends on the time since the last one: a device waits for the answers of each layer, and computes something else
-for some time between two layers. Threads that sleep meanwhile have to be woken; threads that spin (from 8 cores of a
-rank on) do not. What a device's own access over PCIe adds is not in these numbers.
+between two layers. Threads that sleep meanwhile have to be woken; threads that spin (with at least 8 cores for a rank)
+do not. The numbers do not include a device's own access over PCIe.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package stays the one that is used
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed package takes precedence
 
 from layers import LAYERS
 

@@ -1,6 +1,6 @@
 """Findings of a part of `make gpu`, as lines of JSON.
 
-They exist even if the part hangs or dies.
+They are kept even if the part hangs or dies.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class PartEndedError(Exception):
-    """A check has died, and its part ends.
+    """A check has died, so its part ends.
 
     Later checks would prove nothing, because a CUDA error comes back from every later call.
     """
 
 
 class Recorder:
-    """Writes what a part finds.
+    """Writes the findings of a part.
 
     Args:
         path: file to append to.
@@ -36,7 +36,7 @@ class Recorder:
 
     @contextmanager
     def check(self, name: str) -> Iterator[list[str]]:
-        """Context of a check; the block appends what is wrong, as sentences.
+        """Open a check; the ``with`` block appends what is wrong, as sentences.
 
         Raises:
             PartEndedError: the block raised an exception, which is recorded as wrong.
@@ -54,9 +54,9 @@ class Recorder:
             self._write("check", name=name, wrong=wrong, seconds=round(time.perf_counter() - begin, 2))
 
     def speed(self, name: str, unit: str, measured: float, bound: float, share: float, remark: str = "") -> None:
-        """Record a measurement, what the hardware allows, and its share of that.
+        """Record a measurement, its bound, and the share of the bound that it reaches.
 
-        The first two are in the same unit; the share is from 0 to 1. The bound is 0 where none is known.
+        The first two are in the same unit; the share is from 0 to 1. The bound is 0 if none is known.
         """
         self._write("speed", name=name, unit=unit, measured=measured, bound=bound, share=share, remark=remark)
 
@@ -76,15 +76,15 @@ class Recorder:
 
 @dataclass
 class Found:
-    """What is known about a part."""
+    """What is known about one part."""
 
     checks: list[dict[str, Any]] = field(default_factory=list)  # name, wrong (sentences) and seconds of each
     speeds: list[dict[str, Any]] = field(default_factory=list)  # as in Recorder.speed
     sentences: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    under_way: str | None = None  # the check that began and has not ended
+    under_way: str | None = None  # the check that has begun and not ended
     complete: bool = False
-    failure: str | None = None  # why it is not complete, as a sentence
+    failure: str | None = None  # why the part is not complete, as a sentence
     seconds: float = 0.0
 
     def add(self, line: str) -> dict[str, Any]:
@@ -108,6 +108,6 @@ class Found:
 
     @property
     def wrong(self) -> list[str]:
-        """Everything that is wrong, as sentences."""
+        """Return everything that is wrong, as sentences."""
         found = [f"{check['name']}: {sentence}" for check in self.checks for sentence in check["wrong"]]
         return found if self.failure is None else [*found, self.failure]

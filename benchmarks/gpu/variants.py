@@ -1,14 +1,19 @@
 """Every variant that is compiled ahead of time.
 
-They are the launches of the code, recorded instead of launched. All combinations of precisions, tiles, dtype, bias,
+Variants are the code's launches, recorded instead of launched. All combinations of precisions, tiles, dtype, bias,
 activation, group size and way of launching would take days; tests launch them in the interpreter.
 
-On the H100's architecture these are compiled: every width alone, the mixes 4/2 and 16/4, each kind of published floats
-and lattice codes, in decode and grouped on the largest tile; these in decode also as device-planned steps launch them
-(fetching, weighted, with 32-bit indices), which the oldest and the newest architecture have as well; the weighted sum,
-rotations, and the kernels that place experts, plan a step, and copy. Decode on tensor cores is compiled for every code
-on the main architecture, and at 4, 2 and 4/2 bits on all five; Ada and data-center Blackwell have, in addition, 4 and
-4/2 bits without tensor cores. Codes of 4/2 and 8/4 are two sections, as they are stored.
+On the H100's architecture these are compiled:
+
+- every bit-width alone, the mixes 4/2 and 16/4, and each kind of published floats and lattice codes, in decode and
+  grouped on the largest tile;
+- the same in decode as device-planned steps launch them (fetching, weighted, with 32-bit indices), also on the oldest
+  and the newest architecture;
+- the weighted sum, rotations, and the kernels that place experts, plan a step and copy.
+
+Decode on tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five. Ada
+and data-center Blackwell have 4 and 4/2 bits without tensor cores, too. Codes of 4/2 and 8/4 are two sections, as they
+are stored.
 """
 
 import ast
@@ -110,9 +115,9 @@ class Variant:
 
     @property
     def code(self) -> Any:
-        """The kernel itself.
+        """The kernel, found by name.
 
-        It is found by name, because Triton's functions cannot be sent to another process.
+        Triton's functions cannot be sent to another process.
         """
         name = f"{self.kernel}_kernel"
         products = launch, mma_decode, mma_grouped, combine
@@ -121,15 +126,12 @@ class Variant:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The identity of the variant, as in the first columns of the table."""
+        """The variant's identity, as in the first columns of the table."""
         return self.architecture, self.kernel, self.shape, self.precisions, self.note
 
     @property
     def digest(self) -> str:
-        """16 hex digits of what determines the variant's machine code.
-
-        The compiler is left out.
-        """
+        """16 hex digits of everything but the compiler that determines machine code."""
         parts = [_code(module) for module in _MODULES[self.kernel]]
         parts += [json.dumps([self.types, self.constants, self.options], sort_keys=True)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -137,16 +139,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """Experts and a way of launching them."""
+    """Experts, and a way of launching them."""
 
     bits: tuple[int, ...]  # tags of their encodings
-    device: bool = False  # as `SmallBatchStep.run` launches: misses are fetched on the way, and experts weighted
+    device: bool = False  # as `SmallBatchStep.run` launches: it fetches misses, and weights experts
     tensor_cores: int = 0  # see DecodeTile
     in_registers: bool = False  # see GroupedTile
 
     @property
     def shape(self) -> ExpertShape:
-        """The shape, as launches take it."""
+        """Return the shape as launches take it."""
         return ExpertShape(*SIZES, 64, DTYPE, nested={(8, 4): 8, (4, 2): 4, _POINTS: 4}.get(self.bits, 0))
 
 
@@ -159,7 +161,7 @@ _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in 
     *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((4,), (2,), (4, 2))))
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
-# Hidden size, top_k, dtype, and whether pairs can be absent: DeepSeek-V3's, gpt-oss's, and an odd one of 22.
+# Hidden size, top_k, dtype, and whether pairs can be absent: of DeepSeek-V3, of gpt-oss, and of a model with odd sizes.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
 # Experts and top_k: gpt-oss-20b's, Qwen3-30B-A3B's, more than Qwen3-Next's, and the largest supported.
 _ROUTERS = ((32, 4), (128, 8), (512, 22), (1024, 22))
@@ -172,10 +174,7 @@ _LAUNCHES = {
 
 
 def all_variants() -> Iterator[Variant]:
-    """Yield everything on one architecture, and a part on the others.
-
-    The part is what the device's own steps launch.
-    """
+    """Yield all variants on one architecture, and device-planned steps on the others."""
     for architecture in ARCHITECTURES:
         for found in variants(architecture):
             if found.kernel.startswith("mma_grouped"):
@@ -200,9 +199,9 @@ def variants(architecture: int) -> Iterator[Variant]:
 
 
 def _experts(architecture: int, kernel: str, case: Case) -> Variant:
-    """Return the variant for one token of one expert.
+    """Return the variant for one token of one expert, with the server's indices.
 
-    It has no addresses, and indices as in the server.
+    It has no addresses.
     """
     grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
     if case.tensor_cores:
@@ -230,10 +229,7 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
 
 
 def _others(architecture: int) -> Iterator[Variant]:
-    """Yield the other kernels.
-
-    They are the weighted sum, and the kernels that place experts, plan a step and copy.
-    """
+    """Yield the weighted sum, and the kernels that place, plan and copy experts."""
     for hidden, top_k, dtype, absent in _SUMS:
         name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
         ids = torch.empty(1, top_k, dtype=torch.int32)
@@ -273,7 +269,7 @@ def _others(architecture: int) -> Iterator[Variant]:
 def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
     """Yield the kernels that name, judge, list and copy predicted experts.
 
-    They are for one gate or six, and for one coming layer or two.
+    There are variants for one gate and for six, and for one coming layer and for two.
     """
     table = vars(Table.allocate(2, experts, rows=1, top_k=top_k, depth=1, device="cpu"))
     listed, rows = vars(PrefetchList.allocate(experts, "cpu")), torch.zeros(1).int()
@@ -297,9 +293,9 @@ def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:
 
 
 def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator[Variant]:
-    """Yield the kernels around the products of a large-batch step.
+    """Yield the kernels around the products of a large batch.
 
-    They have marks, and, for nested versions, streamed groups.
+    They have marks and, for nested versions, streamed groups.
     """
     shape, steps = LargeBatchShape(17, top_k, experts, 1 + nested, 2 * nested, nested, True), (4, 16, 64, 128)
     table = vars(Table.allocate(1, experts, rows=1, top_k=top_k, depth=1, device="cpu", nested=nested))
@@ -320,10 +316,7 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
 
 
 def _cpu_queue(architecture: int) -> Iterator[Variant]:
-    """Yield the kernels that a step launches around its products.
-
-    They are needed if the CPU computes misses.
-    """
+    """Yield the kernels around a step's products if the CPU executes misses."""
     shape, plan = cpu_queue.QueueShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), LayerPlan.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
     rows, door = x.new_empty(128, SIZES[0]), cpu_queue.DeviceQueue(shape, turn, ids.flatten())
@@ -331,7 +324,7 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
-    for nested in (False, True):  # where experts come from disk
+    for nested in (False, True):  # for experts that come from disk
         table = Table.allocate(1, 128, rows=1, top_k=8, depth=1, device="cpu", nested=nested).at(0)
         asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
         yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
@@ -368,8 +361,8 @@ def _noted(key: tuple[int, str, str, str, str], launch: Callable[..., None], *ar
 def _code(module: str) -> str:
     """Return the part of a module that becomes machine code.
 
-    That is its compiled functions, and what they use. Comments and docstrings change no machine code. Functions of the
-    host do not either: the arguments with which they launch kernels are hashed as arguments.
+    This is its compiled functions and what they use. Comments and docstrings change no machine code. Neither do
+    functions of the host: the arguments with which they launch kernels are hashed as arguments.
     """
     return _compiled_part((Path(launch.__file__).parent / f"{module}.py").read_text())
 
@@ -396,10 +389,7 @@ def _is_compiled(function: ast.FunctionDef) -> bool:
 
 
 def _binds(statement: ast.stmt, names: set[str]) -> bool:
-    """Return whether a statement of a module binds one of `names`.
-
-    It may define, assign or import it.
-    """
+    """Whether a module's statement defines, assigns or imports one of `names`."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return statement.name in names
     if isinstance(statement, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Cut a wheel into pieces that a slow or limited way to another machine lets through, and put them together there.
+"""Cut a wheel into pieces for a slow or limited connection, and join them again.
 
     python benchmarks/gpu/wheel_parts.py split vllm-0.26.0-cp38-abi3-manylinux1_x86_64.whl PIECES --mib 60
     python benchmarks/gpu/wheel_parts.py join PIECES FOLDER
@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-INDEX = "pieces.json"  # name of the wheel, and its pieces' digests in their order
+INDEX = "pieces.json"  # the wheel's name, and the digests of its pieces in order
 
 
 def split(wheel: Path, folder: Path, mib: int) -> int:
@@ -51,7 +51,7 @@ def join(folder: Path, into: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Split or join."""
+    """Run the command that was given: split or join."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one, other = commands.add_parser("split"), commands.add_parser("join")

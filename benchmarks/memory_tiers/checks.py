@@ -1,15 +1,16 @@
-"""What does it cost to verify what is read from a disk? Reads random experts past the page cache, with and without.
+"""What does it cost to verify what is read from a disk?
 
     python benchmarks/memory_tiers/checks.py [FOLDER ON THE DISK]
 
-Rounds alternate, by the number of concurrent reads. What a server loses is the difference at the best number of each,
-since it measures its disk and takes that. Every read goes to memory of its own, as in a server: a slot that is read
-into again stays in the processor's cache, and a virtual disk that copies is a third faster into it.
+Random experts are read past the page cache, with and without verification, in alternating rounds for each number of
+concurrent reads. A server measures its disk and uses the best number, so it loses the difference between the two best
+ones. Every read goes to memory of its own, as in a server: a slot that is read into again stays in the processor's
+cache, and a virtual disk that copies is a third faster into it.
 
-Two more columns read without checks next to another process: one that spins for as much of a core as the checks take,
-and one that reads as many bytes of memory. Where those cost as much, the disk needs the core or the memory's
-bandwidth, as a virtual machine's may, and not the way of checking slows it down. Takes a minute, and 1.3 GB of the
-disk meanwhile.
+Two more columns show reads without verification next to another process. One process spins for as much of a core as
+verifying takes, and one reads as many bytes of memory. Where these cost as much, the disk itself needs the core or the
+memory's bandwidth, as a virtual machine's may, and another way of verifying would not help. It takes a minute and 1.3
+GB of the disk.
 """
 
 import argparse
@@ -64,12 +65,12 @@ BESIDE = {"unchecked_beside_a_busy_core": SPIN, "unchecked_beside_memory_reads":
 class Unchecked(FileStore):
     """A store that does not verify what it reads.
 
-    So it needs no more threads than the disk does.
+    It therefore needs no more threads than the disk does.
     """
 
     @property
     def depth(self) -> int:
-        """The number of threads."""
+        """Return the number of threads that the disk needs."""
         return self.reading.depth
 
     def check(self, key, read, projections=None):
@@ -92,7 +93,7 @@ def rate(store: FileStore, slots: list[torch.Tensor], seed: int) -> float:
 
 @contextlib.contextmanager
 def beside(program: str, *arguments: float) -> Iterator[None]:
-    """Run a program meanwhile that never ends."""
+    """Run a program that never ends, during the ``with`` block."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout
@@ -106,7 +107,7 @@ def beside(program: str, *arguments: float) -> Iterator[None]:
 def check_seconds(store: FileStore) -> float:
     """Return the seconds of a core to verify one expert.
 
-    They are the median of experts that no cache holds.
+    This is the median over experts that no cache holds.
     """
     keys = list(all_keys(store.experts))[:64]
     held = [torch.empty(store.experts.formats[4].nbytes, dtype=torch.uint8) for _ in keys]

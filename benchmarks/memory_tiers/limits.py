@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT, _FIRST = Path("/sys/fs/cgroup"), "memory"
-# A group's limit, its use, and the part of that for files, in both versions of control groups.
+# A group's limit, its use, and the part of it for files, in both versions of control groups.
 _NAMES = {
     "memory.max": ("memory.current", "file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "cache"),
@@ -14,18 +14,18 @@ _NAMES = {
 
 
 def anonymous_bytes() -> int:
-    """Return the memory of this process that belongs to no file."""
+    """Return this process's memory that belongs to no file."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) * 1024
 
 
 class Limit:
-    """This process in a control group, until it ends.
+    """Puts this process into a control group of its own.
 
     Args:
-        files: dropped from the page cache first; other files that the process has read count as theirs.
-        nbytes: of page cache, in addition to what the process holds when :meth:`hold` is called; None to only watch,
-            and count what comes afterwards.
+        files: are dropped from the page cache first; other files that the process has read count as theirs.
+        nbytes: page cache, in addition to what the process holds when :meth:`hold` is called. None only counts what
+            comes afterwards.
     """
 
     def __init__(self, files: Sequence[Path], nbytes: int | None) -> None:
@@ -53,6 +53,6 @@ class Limit:
             (self._group / self._limit).write_text(str(other + self._nbytes))
 
     def cached(self) -> int:
-        """Return the bytes of page cache that the group has."""
+        """Return the bytes of page cache that the group uses."""
         lines = (line.split() for line in (self._group / "memory.stat").read_text().splitlines())
         return int(dict(lines)[_NAMES[self._limit][1]]) - self._before

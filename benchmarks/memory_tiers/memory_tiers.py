@@ -1,8 +1,9 @@
-"""How fast is a model of 2.5 times the memory, and what does it read? llama.cpp's mmap, and ours in two ways.
+"""How fast is a model 2.5 times as large as memory, and how much does it read?
 
-The model is the shipped one with wide experts, so that routers are real. Each server answers the same prompts in its
-own process, one request at a time with pauses, and eight at once. Memory for experts is the same for all; ``limits``
-limits the page cache. Writes results.json and the table of this folder's README.
+llama.cpp's mmap is compared with vllm-dymoe's two ways. The model is the shipped one with wide experts, so its routers
+are real. Each server answers the same prompts in its own process: one request at a time with pauses, then eight at
+once. All get the same memory for experts; ``limits`` bounds the page cache. Results go into results.json and into the
+table of this folder's README.
 """
 
 import argparse

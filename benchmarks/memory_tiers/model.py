@@ -1,9 +1,8 @@
 """The model of the benchmark: the shipped one with wide experts.
 
-So routers are real and bytes are many.
-
-Rows added to gate and up are random, and the matching columns of down are zero: no result changes, and no file is easy
-to compress. Written as a dymoe checkpoint at 4 bits, and as GGUF at llama.cpp's 4 bits (Q4_0).
+So its routers are real, and its bytes are many. Added rows of gate and up are random, and the matching columns of down
+are zero, so that no result changes and no file is easy to compress. It is written as a dymoe checkpoint at 4 bits, and
+as GGUF at llama.cpp's 4 bits (Q4_0).
 """
 
 import json
@@ -19,10 +18,7 @@ from gguf_file import SHIPPED, write_gguf
 
 
 def widened(width: int) -> dict[str, torch.Tensor]:
-    """Return all tensors at 16 bits.
-
-    Experts are made layer by layer when they are read.
-    """
+    """Return all tensors at 16 bits; experts are created layer by layer when read."""
     return {name: _wide(name, tensor, width) for name, tensor in load_file(SHIPPED / "model.safetensors").items()}
 
 
@@ -38,9 +34,9 @@ def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def write(folder: Path, width: int) -> tuple[Path, Path]:
-    """Write the dymoe checkpoint and the GGUF file; return their paths.
+    """Write the dymoe checkpoint and the GGUF file, unless an earlier run did.
 
-    Nothing is written if an earlier run did.
+    Returns their paths.
     """
     packed, gguf = folder / f"packed-{width}", folder / f"model-{width}.gguf"
     if packed.is_dir() and gguf.is_file():

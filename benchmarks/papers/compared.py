@@ -1,4 +1,4 @@
-"""A policy for comparisons: parts of the papers' policies, one at a time."""
+"""A policy for comparisons, with parts of the papers' policies to choose from."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from vllm_dymoe.prefetch.side_stream import make_side_stream
 class Oracle(Predictor):
     """Predicts exactly what the next layer's router will choose.
 
-    It knows this from earlier equal requests: greedy answers repeat.
+    It knows this from earlier requests that were the same, because greedy answers repeat.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Oracle(Predictor):
 
     @property
     def settled(self) -> bool:
-        """Whether it has seen the running step before."""
+        """Return whether it has seen the running step before."""
         return self._again
 
     def observe(self, routing: Routing) -> None:
@@ -48,7 +48,7 @@ class Oracle(Predictor):
 
 
 class Votes(Predictor):
-    """Predicts the experts that enough of the last layers name: FIRM-MoE's Figure 7."""
+    """Predicts the experts that enough of the last layers name (FIRM-MoE, Figure 7)."""
 
     def __init__(self, model: RoutedModel, k: int, weights: Sequence[float], least: float) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class Votes(Predictor):
         if layer + 1 >= len(self._gates):
             return []
         gate = self._gates[layer + 1]
-        scores = [gate.scores(x) for x in self._inputs]  # of the nearest layer first
+        scores = [gate.scores(x) for x in self._inputs]  # the nearest layer first
         votes = torch.zeros_like(scores[0])
         for weight, of_layer in zip(self._weights, scores, strict=False):
             votes.scatter_add_(1, of_layer.topk(self._k).indices, torch.full_like(of_layer[:, : self._k], weight))
-        least = min(self._least, sum(self._weights[: len(scores)]))  # the first layers have fewer before them
+        least = min(self._least, sum(self._weights[: len(scores)]))  # the first layers have fewer layers before them
         order = scores[0].sort(descending=True)
         return gate.named(layer + 1, order.indices, order.values, votes.gather(1, order.indices) >= least)
 
@@ -84,8 +84,8 @@ class Compared(Exact):
     projections: int = Field(default=3, ge=1, le=3)  # FIRM-MoE's n
     k: int | None = Field(default=None, ge=1)  # experts that each layer predicts; the number per token if None
     p: int = Field(default=3, ge=1)  # layers that have to agree
-    weights: tuple[float, ...] = (1.0, 1.0, 1.0)  # of the votes of layers, the nearest first
-    least: float = 3.0  # weight of votes that names an expert
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0)  # of the layers' votes, the nearest layer first
+    least: float = 3.0  # votes that an expert needs, by weight
     whole: bool = False  # compute an expert only when all of it has arrived
     keeps: bool = True  # layers keep experts for later steps
 

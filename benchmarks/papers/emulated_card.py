@@ -1,12 +1,12 @@
-"""Does ``adaptive`` keep within 1.1 of dynaexq's time per token? The shipped model in vLLM, on an emulated card.
+"""Does ``adaptive`` stay within 1.1 times dynaexq's time per token?
 
     python benchmarks/papers/emulated_card.py
 
-The link's rate follows from Qwen3-30B-A3B on an RTX 4090 behind PCIe 4, where fetching an expert of 4 bits takes about
-as long as a layer with every expert resident (benchmarks/predictors/emulated_card.py): here an expert takes as long as
-one of the eight layers under dynaexq, which is measured first, behind a link that takes no time. Rounds alternate
-between the policies, and the median of each is taken. Quality and slices are those of the same tokens. Writes
-emulated_card.json, which README.md quotes.
+The shipped model runs in vLLM on an emulated card. The link's rate follows from Qwen3-30B-A3B on an RTX 4090 behind
+PCIe 4, where fetching a 4-bit expert takes about as long as a layer with every expert resident
+(benchmarks/predictors/emulated_card.py). Here an expert takes as long as one of the eight layers under dynaexq, which
+is measured first, behind a link that takes no time. Rounds alternate between the policies; the median of each counts.
+Quality and slices are those of the same tokens. Results go into emulated_card.json, which README.md quotes.
 """
 
 import json
@@ -29,7 +29,10 @@ _WINDOWS, _DECODED = 3, 96  # as in benchmarks/quality/quality.py
 
 
 def measure(rescues: Rescues, layers: int, expert_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield milliseconds, slices and KL of each policy, after each share of the residual slices."""
+    """Yield each policy's milliseconds, slices and KL.
+
+    Results so far are yielded after each share of the residual slices.
+    """
     rows: list[dict[str, Any]] = []
     decoded: dict[str, Any] = {"phases": (True,), "settles": True}
     unhindered = rescues.read(QUANTIZER, SHARES[0], Kind("", "dynaexq", {}), **decoded)["decode"]["ms"]

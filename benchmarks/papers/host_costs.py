@@ -1,10 +1,8 @@
-"""Measures the host time of a prediction by each predictor.
+"""Measures the host time of each predictor, for vllm_dymoe/plan/costs.json.
 
-The numbers are for vllm_dymoe/plan/costs.json.
-
-A CPU evaluates networks and gates of Qwen3-30B-A3B's sizes, one token at a time; for a GPU the host enqueues about as
-many small kernels. Costs of planning and launching are measured by tests/kernels/gpu_at_true_sizes.py on a GPU, and
-are not changed.
+A CPU evaluates networks and gates of Qwen3-30B-A3B's sizes, one token at a time. For a GPU the host enqueues about as
+many small kernels. The costs of planning and launching come from tests/kernels/gpu_at_true_sizes.py on a GPU, and are
+not changed here.
 """
 
 import json

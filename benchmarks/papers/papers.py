@@ -1,9 +1,9 @@
-"""The tables and figures of four papers, from one simulator of schedules: which of their claims hold, and why.
+"""Which claims of four papers hold, and why? A simulation of their tables.
 
-The simulator (vllm_dymoe/plan/simulator.py) runs the real planner, policies and predictors over routing of the shipped
-model that was recorded on texts of three domains. Sizes are those of the papers' models, rates those of their devices,
-and host time is charged as measured. Writes results.json, pictures and README.md; --page writes the latter two from
-results.json alone.
+The simulator (vllm_dymoe/plan/simulator.py) runs the real planner, policies and predictors over the shipped model's
+routing, recorded on texts of three domains. Sizes are those of the papers' models, rates those of their devices, and
+host time is charged as measured. Results go into results.json, pictures and README.md; --page writes the last two
+again.
 """
 
 import argparse
@@ -166,10 +166,10 @@ class Bench:
     def row(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
     ) -> dict[str, Any]:
-        """Serve the replayed requests one at a time, after some others.
+        """Serve the replayed requests one at a time, after requests of other texts.
 
         Returns:
-            means with the spread over requests.
+            means, with their spread over the requests.
         """
         share = 1.0 if given is RESIDENT or given == RESIDENT16 else share
         key = json.dumps([given, share, vars(sizes), vars(device), str(how)], sort_keys=True)
@@ -184,7 +184,10 @@ class Bench:
     def _warmed(
         self, given: Mapping[str, Any], share: float | str, sizes: Sizes, device: Device, **how: Any
     ) -> Simulator:
-        """Return a simulator that has served requests of other texts, and whose predictor has settled."""
+        """Return a simulator with a warm cache and a predictor that has settled.
+
+        Both have seen requests of other texts.
+        """
         simulator = self.simulator(given, share, sizes, device, **how)
         simulator.tell(self.others, self._attention_of_others)
         warm = _SETTLE if isinstance(simulator.predictor, MeetingOfLayers) else _WARM
@@ -215,7 +218,7 @@ class Bench:
 
 
 def make_policy_of(chosen: Options, network: Path) -> Any:
-    """Return the policy; the paper's own needs a trained network."""
+    """Return the policy; DuoServe-MoE's own needs a trained network."""
     needs = chosen.policy == "duoserve-paper"
     return make_policy(chosen.model_copy(update={"predictor": str(network)}) if needs else chosen)
 
@@ -370,7 +373,7 @@ def lengths(bench: Bench) -> dict[str, Any]:
 
 
 def memory(bench: Bench) -> dict[str, Any]:
-    """Return DuoServe-MoE's Table 2: bytes in addition to what ACC takes, by the models' sizes."""
+    """Return DuoServe-MoE's Table 2: bytes in addition to those of ACC, by model."""
     found = {}
     for name, sizes in (("Mixtral 8x7B", MIXTRAL), ("Mixtral 8x22B", MIXTRAL22)):
         # Eq. 5 and section 4.2: affinity, popularity and the choices of all layers before; then the hidden layers.
@@ -428,9 +431,9 @@ def dynaexq(bench: Bench) -> dict[str, Any]:
 
 
 def adaptive(bench: Bench) -> dict[str, Any]:
-    """Return the time that fetching high versions costs.
+    """Return the time that fetching high versions costs, by batch.
 
-    It is measured at 4/2 with half and a quarter of the residual slices, by batch.
+    It is measured at 4/2 bits, with half and with a quarter of the residual slices.
     """
     device, window = replace(find_device("a6000", None), decides=True), {"window_s": 0.02}
     rows = {

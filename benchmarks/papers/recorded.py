@@ -1,11 +1,11 @@
 """The replayed trace, and DuoServe-MoE's network.
 
-The trace is of the shipped model on texts of three domains; the network was trained on other texts.
+The trace is that of the shipped model on texts of three domains; the network was trained on other texts.
 
-Transformers' own model reads windows of the held-out texts, and its routers' inputs and choices are recorded, and the
-attention that each token of a prompt gets from the last queries, as the plugin measures it (DyMoE Eq. 1). A request
-is a window: its first tokens are the prompt, the rest is the answer, token by token, with the same routing as in
-decode. Lengths of prompts are spread like those of chats, from a line to a page. Files of earlier runs are reused.
+Transformers' own model reads windows of the held-out texts. The inputs and choices of its routers are recorded, and the
+attention that each token of a prompt gets from the last queries, as the plugin measures it (DyMoE Eq. 1). A request is
+a window: its first tokens are the prompt, the rest is the answer, token by token, with the same routing as in decode.
+Lengths of prompts are spread like those of chats, from a line to a page. Files of earlier runs are reused.
 """
 
 import sys
@@ -50,7 +50,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(work: Path) -> Recorded:
-    """Return what was recorded into a folder, after recording what is missing."""
+    """Return everything recorded; record into the folder what is missing."""
     names = ("replayed.safetensors", "others.safetensors", "attention.safetensors", "network.safetensors")
     files = [work / name for name in names]
     if not all(file.exists() for file in files[:3]):
@@ -72,7 +72,7 @@ def domain_of(request: int) -> str:
 
 
 def _windows() -> tuple[list[list[int]], list[list[int]]]:
-    """Return token ids of the replayed windows, and of the training windows.
+    """Return the token ids of the replayed windows and of the training windows.
 
     They are different parts of the same files.
     """
@@ -94,7 +94,7 @@ def _windows() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[Trace, torch.Tensor]:
-    """Read windows, and return what every router saw and chose, and the attention that tokens get."""
+    """Read windows; return the routers' inputs and choices, and tokens' attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
@@ -131,7 +131,10 @@ def _record(windows: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[T
 
 
 def _attention(layers: Sequence[torch.Tensor], prompt: int) -> torch.Tensor:
-    """Return the attention that a prompt's last queries pay each token, float32 [tokens, layers]; 0 for an answer's."""
+    """Return the attention that a prompt's last queries pay to each token.
+
+    float32 [tokens, layers]; 0 for tokens of an answer.
+    """
     found = torch.zeros(layers[0].shape[-1], len(layers))
     for number, (heads,) in enumerate(layers):
         found[:prompt, number] = heads[:, max(0, prompt - _QUERIES) : prompt, :prompt].mean((0, 1))
@@ -139,10 +142,7 @@ def _attention(layers: Sequence[torch.Tensor], prompt: int) -> torch.Tensor:
 
 
 def _train(read: Trace, out: Path) -> None:
-    """Train the paper's network on every token of the texts.
-
-    Each token was routed as in decode.
-    """
+    """Train the paper's network on every token of the texts, all routed as in decode."""
     every = Trace(**{**vars(read), "prefill": torch.zeros_like(read.prefill), "router_inputs": None})
     trained = train(every, ARCHITECTURES[ARCHITECTURE], Recipe(_EPOCHS))
     architecture = {"name": ARCHITECTURE, **asdict(ARCHITECTURES[ARCHITECTURE])}

@@ -1,17 +1,18 @@
-"""How much of the link's time do policies and predictors hide? Time per token on an emulated card.
+"""How much of the link's time do policies and predictors hide?
 
     python benchmarks/predictors/emulated_card.py [--work FOLDER] [--tokens 32] [--misses fetch share]
 
-Routing and router inputs are the shipped model's, from the trace of ``predictors.py``; experts have its sizes at 4 bits
-and random values. The device plans every layer, behind an emulated link, with slots for a quarter of the experts.
-Attention is a pause, long enough for Python's work to be a small part. The link's rate follows from the sizes of
-Qwen3-30B-A3B on PCIe 4: an expert of 4 bits (2.7 MB at 25 GB/s, 106 us) takes about as long as a layer of an RTX 4090
-with every expert resident. Here an expert takes as long as a layer of this emulated card with every expert resident,
-which is measured first.
+Measures the time per token on an emulated card. Routing and router inputs are the shipped model's, from the trace of
+``predictors.py``; experts have its sizes at 4 bits and random values. The device plans every layer, behind an emulated
+link, with slots for a quarter of the experts. A pause stands for attention, long enough for Python's work to be a small
+part. The link's rate follows from the sizes of Qwen3-30B-A3B on PCIe 4: a 4-bit expert (2.7 MB at 25 GB/s, 106 us)
+takes about as long as a layer of an RTX 4090 with every expert resident. Here an expert takes as long as a layer of
+this emulated card with every expert resident, which is measured first.
 
-Beside each time stands its bound: the link's time for what has to cross it, or the time with every expert resident if
-that is longer. Where all misses are fetched that is their bytes, which prefetch does not change; where the CPU computes
-some it is what has crossed the link. Outputs have to be bit for bit those with every expert resident.
+Each time is printed with its bound: the link's time for the bytes that have to cross it, or the time with every expert
+resident if that is longer. Where all misses are fetched, these are the misses' bytes, which prefetch does not change;
+where the CPU computes some, they are the bytes that have crossed the link. Outputs have to be bit for bit those with
+every expert resident.
 """
 
 import argparse
@@ -54,9 +55,9 @@ WARM_UP = 40  # tokens before those that are measured: the first trial without p
 
 
 class Model:
-    """The shipped model's routing.
+    """The shipped model's routing: tokens to serve, gates, and a network.
 
-    It has tokens to serve, gates, and a network that has learnt from the others.
+    The network was trained on the other tokens.
     """
 
     def __init__(self, trace: Trace, tokens: int) -> None:

@@ -1,4 +1,6 @@
-"""The accuracy of predictors: whole next layers and single experts, by architecture and by training tokens.
+"""How accurate are predictors, by architecture and by number of training tokens?
+
+Accuracy is measured for whole next layers and for single experts.
 
 A trace of the shipped model is recorded through vLLM: greedy answers to pieces of its held-out texts, on which the
 model was not trained. Some requests are held out; predictors are trained on the others, on all of them or on their
@@ -54,7 +56,7 @@ def recorded(work: Path) -> Trace:
 
 
 def answers_of(trace: Trace) -> Trace:
-    """Return its decoded tokens, each once, by request."""
+    """Return the trace's decoded tokens, each once, by request."""
     trace = trace.select(trace.in_order())
     return trace.select(~trace.prefill)
 
@@ -73,10 +75,7 @@ def measure(trace: Trace, architectures: Sequence[str], epochs: int) -> Iterator
 
 
 def main() -> None:
-    """Print a line for each, and write the numbers to results.json.
-
-    docs/predictors.md quotes that file.
-    """
+    """Print each case, and write results.json, which docs/predictors.md quotes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=list(ARCHITECTURES), help="all if none")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dymoe-predictors", help="a trace")

@@ -1,10 +1,9 @@
-"""AWQ for comparison.
+"""AWQ, for comparison: large input channels are scaled up before rounding.
 
-Input channels with large activations are scaled up while they are rounded.
-
-Lin et al., "AWQ: Activation-aware Weight Quantization" (2024), section 3.2: s = a^alpha, alpha by a search in twenty
-steps for the least error of outputs, where a is the size of a channel's activations (their root mean square here).
-gate and up of a layer share their s, which the norm before them would absorb; down's is its expert's. No clipping.
+Lin et al., "AWQ: Activation-aware Weight Quantization" (2024), section 3.2: s = a^alpha, where a is the size of a
+channel's activations (here their root mean square). alpha is searched in twenty steps for the least error of outputs.
+gate and up of a layer share their s, which the norm before them could absorb; each expert's down has its own. Weights
+are not clipped.
 """
 
 import torch
@@ -38,7 +37,7 @@ def put(packer: ExpertPacker, checkpoint: Checkpoint, calibration: Calibration, 
 
 
 def _searched(weights: list[Tensor], read: list[Curvature], form: MatrixFormat) -> list[Tensor]:
-    """Return dequantized weights with one s, that of the least total error."""
+    """Return dequantized weights with a common s, the one with the least total error."""
     size = torch.stack([each.hessian.diagonal() for each in read]).sum(0).sqrt().clamp(min=1e-4)
     least, best, section = float("inf"), weights, torch.empty(form.nbytes, dtype=torch.uint8)
     for step in range(STEPS):

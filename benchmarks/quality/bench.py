@@ -1,10 +1,8 @@
 """The shipped model in one vLLM engine, and its loss of quality.
 
-The model's experts are exchanged between measurements.
-
-The engine computes everything but the experts in the same way every time; measurements differ only in the server: its
-store, options and policy. vLLM scores a text as a prompt (``prompt_logprobs``), in one step or, if its scheduler may
-give a step only one token, as in decode.
+The engine computes everything but the experts in the same way every time. Between measurements the experts are
+exchanged: measurements differ only in the server's store, options and policy. vLLM scores a text as a prompt
+(``prompt_logprobs``), in one step or, if its scheduler may give a step only one token, as in decode.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-# Read by vLLM at import: the engine core stays in this process, where its experts can be exchanged.
+# vLLM reads this at import: the engine core stays in this process, where its experts can be exchanged.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("DYMOE_STORE_DIR", tempfile.mkdtemp(prefix="dymoe-quality-"))
@@ -70,10 +68,10 @@ def planned_bytes(scores: Scores, variant: Variant, formats: Mapping[int, Expert
 
 
 class Bench:
-    """One engine, its texts, and the experts that each quantizer makes.
+    """One engine, its texts, and the experts of each quantizer.
 
-    Texts are token ids: ``prompts`` are windows of WINDOW tokens of each domain, evenly spread over the held-out texts,
-    and ``decoded`` are the first tokens of them, which are read one by one.
+    Texts are token ids. ``prompts`` are windows of WINDOW tokens of each domain, evenly spread over the held-out texts;
+    ``decoded`` are their first tokens, which are read one by one.
     """
 
     def __init__(self, windows: int, decoded: int) -> None:
@@ -108,12 +106,12 @@ class Bench:
 
     @property
     def experts(self) -> ModelExperts:
-        """Shapes and formats."""
+        """Return shapes and formats of the experts."""
         return self.checkpoint.model_experts(WIDTHS, GROUP_SIZE, torch.bfloat16)
 
     @property
     def server(self) -> ExpertServer:
-        """The server of the engine."""
+        """Return the engine's server."""
         return self._model.server
 
     @cached_property
@@ -127,12 +125,12 @@ class Bench:
 
     @property
     def domains(self) -> dict[str, list[list[int]]]:
-        """Return all of each domain, in texts of WINDOW tokens."""
+        """Return each domain's whole text, cut into texts of WINDOW tokens."""
         starts = {domain: range(0, len(ids) - WINDOW + 1, WINDOW) for domain, ids in self._held_out.items()}
         return {domain: [ids[at : at + WINDOW] for at in starts[domain]] for domain, ids in self._held_out.items()}
 
     def _texts(self, windows: int) -> tuple[list[list[int]], list[str]]:
-        """Return windows of each domain, and the text between them, for calibration."""
+        """Return windows of each domain, and the texts between them for calibration."""
         tokenizer = self._llm.get_tokenizer()
         found, between = [], []
         for domain, ids in self._held_out.items():
@@ -158,7 +156,7 @@ class Bench:
         options = Options(group_size=GROUP_SIZE, **chosen)
         self.serve(variant.quantizer, options)
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
-        if share is not None:  # a cache that has been in use
+        if share is not None:  # begin with a cache that has been in use
             self._read(texts[-1][:64])
             self._model.server.reset_stats()
         scores = Scores()
@@ -179,7 +177,7 @@ class Bench:
     def serve(self, store: str, options: Options) -> None:
         """Serve with a store, by its name."""
         before = self._model.server
-        self._model.server = ExpertServer(self.store(store), options, torch.device("cpu"))
+        self._model.use(ExpertServer(self.store(store), options, torch.device("cpu")))
         self._scheduler.max_num_scheduled_tokens = WINDOW + 8
         before.engine.close()
 
@@ -188,9 +186,10 @@ class Bench:
         return Scores([self._read(text) for text in texts])
 
     def read_each(self, texts: list[list[int]], *, decode: bool) -> list[torch.Tensor]:
-        """Return log-probabilities after each token of texts.
+        """Return the log-probabilities after each token of the texts.
 
         Args:
+            texts: token ids.
             decode: read one token per step.
         """
         self._scheduler.max_num_scheduled_tokens = 1 if decode else WINDOW + 8
@@ -198,7 +197,10 @@ class Bench:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[NDArray[np.int64]]:
-        """Yield squared gates of what is read inside, int64 [layers, experts]."""
+        """Sum the squared gates of what is read in the ``with`` block.
+
+        int64 [layers, experts].
+        """
         serving = self._model.server.host_planned
         sums, forward = np.zeros((len(self.experts.layers), self.experts.num_experts), np.int64), serving.forward
 
@@ -212,7 +214,7 @@ class Bench:
         del serving.forward
 
     def nested_bytes(self, store: str, share: float) -> int:
-        """Return a budget in which every expert is low, and a share of them high."""
+        """Return a budget for all experts at low and a share of them at high."""
         experts = self.store(store).experts
         every = len(experts.layers) * experts.num_experts
         nbytes = every * experts.formats[2].nbytes + int(share * every) * experts.formats[4].nbytes
@@ -221,7 +223,7 @@ class Bench:
     def _read(self, text: list[int]) -> torch.Tensor:
         """Return log-probabilities after each token but the last.
 
-        They are float32 [tokens - 1, vocabulary].
+        Shape [tokens - 1, vocabulary], float32.
 
         Raises:
             SystemExit: they differ from vLLM's answers.
@@ -239,8 +241,8 @@ class Bench:
     def store(self, name: str) -> HostStore:
         """Return the experts of a quantizer, packed at first use.
 
-        Its name alone gives separate versions. "nested NAME" is 2 bits nested in 4, "awq BITS" AWQ's dequantized
-        weights, at 16 bits; "layer NUMBER" has one layer's weights rounded to 2 bits, at 16 bits.
+        A quantizer's name alone gives separate versions. "nested NAME" nests 2 bits in 4. "awq BITS" has AWQ's
+        dequantized weights at 16 bits; "layer NUMBER" has 16 bits, with the weights of one layer rounded to 2 bits.
         """
         if name not in self._stores:
             *kind, quantizer = name.split()
@@ -274,7 +276,7 @@ class Bench:
 
     @cached_property
     def _calibration(self) -> Calibration:
-        """Return the experts' inputs in texts that are not measured."""
+        """Return the experts' inputs for texts that are not measured."""
         folder = Path(tempfile.mkdtemp(prefix="dymoe-quality-"))
         self.serve("rtn", Options(high=16, group_size=GROUP_SIZE, expert_budget="100%"))
         vllm_dymoe.calibrate(self._llm, self._unread, folder / "calibration", length=WINDOW)

@@ -1,4 +1,4 @@
-"""How far answers are from those of the same model at 16 bits."""
+"""Measures how far answers are from those of the same model at 16 bits."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ def losses(scores: Scores, reference: Scores, texts: list[list[int]]) -> dict[st
     """Return the distance of scores from those at 16 bits.
 
     Perplexity; loss, relative to the reference's; agreement, the share of tokens with the same likeliest successor; KL
-    divergence from the reference in nats. Errors are standard errors of the mean over tokens, each compared with itself
-    at 16 bits.
+    divergence from the reference in nats. Errors are standard errors of the mean over tokens, where each token is
+    compared with itself at 16 bits.
     """
     nats, more, kl, same = [], [], [], []
     for ours, theirs, text in zip(scores.logprobs, reference.logprobs, texts, strict=True):

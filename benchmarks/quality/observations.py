@@ -1,8 +1,8 @@
-"""DyMoE's observations: which experts of a prompt may be skipped (Figure 3), and which layers suffer (Figure 5).
+"""DyMoE's observations: which experts a prompt can skip, and which layers suffer.
 
-For Figure 3 experts are kept at 16 bits or skipped: at random or by the heavy hitters that use them, equally many in
-every layer or fewer in deeper ones (Eq. 4). For Figure 5 the weights of one layer are rounded to 2 bits, those of all
-others stay at 16.
+For Figure 3, experts are kept at 16 bits or skipped. They are chosen at random or by the heavy hitters that use them,
+equally many in every layer or fewer in deeper ones (Eq. 4). For Figure 5, the weights of one layer are rounded to 2
+bits; those of all others stay at 16.
 """
 
 import zlib
@@ -31,7 +31,10 @@ _HEAVY = 0.2  # share of heavy hitters, as in "dymoe-paper"
 
 @dataclass(frozen=True)
 class RandomHigh(CriticalHigh):
-    """High for as many experts as a schedule says, whichever they are; the same ones for the same tokens."""
+    """High precision for random experts, as many as a schedule says.
+
+    The same tokens get the same experts.
+    """
 
     planned: ClassVar[bool] = False
 
@@ -68,7 +71,7 @@ def pruned() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def put_rounded(packer: ExpertPacker, checkpoint: Checkpoint, rounded: int, fmt: ExpertFormat) -> None:
-    """Write all weights, those of the layer ``rounded`` as they are in a format of fewer bits."""
+    """Write all weights; those of layer ``rounded`` are first rounded to a format."""
     section = torch.empty(fmt.nbytes, dtype=torch.uint8)
     for layer in range(len(packer.experts.layers)):
         for expert in range(packer.experts.num_experts):

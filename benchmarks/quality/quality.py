@@ -1,8 +1,9 @@
-"""What does precision cost in quality, and which bytes buy it back? DyMoE's Tables 1 and 2.
+"""What does precision cost in quality, and which bytes buy it back?
 
-The shipped model reads its held-out texts through the real vLLM engine, as prompts and one token at a time, with
-experts of every precision, policy and quantizer, and is compared with itself at 16 bits. Writes results.json and the
-tables of README.md. Nothing here is a time, so --only SECTION... may measure a part again.
+These are DyMoE's Tables 1 and 2. The shipped model reads its held-out texts through the real vLLM engine, as prompts
+and one token at a time, with experts of every precision, policy and quantizer, and is compared with itself at 16 bits.
+Results go into results.json and into the tables of README.md. Nothing here is a time, so --only SECTION... may measure
+a part again.
 """
 
 import argparse
@@ -54,9 +55,9 @@ def nested(variant: Variant) -> Variant:
 
 
 class Measurement:
-    """One run: the engine, texts as for `Bench`, and their scores at 16 bits.
+    """One run: the engine, texts as in `Bench`, and their scores at 16 bits.
 
-    Known rows, by section, are not measured again.
+    Known rows of a section are not measured again.
     """
 
     def __init__(self, windows: int, decoded: int, known: dict[str, Any] | None = None) -> None:
@@ -105,7 +106,7 @@ class Measurement:
     def precisions(self) -> Iterator[dict[str, Any]]:
         """Yield the paper's Table 2, in both phases.
 
-        It also has ways to choose precisions, and what happens to skipped experts' weights.
+        There are also rows for ways to choose precisions, and for skipped experts' weights.
         """
         rows = [uniform(4), uniform(2), *(dymoe(r, 2) for r in RETENTIONS)]
         rows += [dymoe(r, 2, high_by=way) for r in (0.75, 0.5) for way in ("depth", "equal")]
@@ -137,9 +138,9 @@ class Measurement:
             yield from shifts.rows(share)
 
     def sets(self) -> Iterator[dict[str, Any]]:
-        """Yield high sets of dynaexq that know other texts of a domain.
+        """Yield high sets of dynaexq that were chosen by other texts of the domain.
 
-        Each domain is measured by itself.
+        Each domain is measured alone.
         """
         for quantizer in ("rtn", "gptq", "e8"):
             shifts = Shifts(self.bench, f"nested {quantizer}")
@@ -152,7 +153,7 @@ class Measurement:
     def papers(self) -> Iterator[dict[str, Any]]:
         """Yield the papers' own policies, and ours for comparison.
 
-        They have the options of benchmarks/papers.
+        Their options are those of benchmarks/papers.
         """
         own = {"policy": "dymoe-paper", "high": 4}
         rows = [
@@ -186,9 +187,9 @@ class Measurement:
                 yield self.row("sensitivity", place, variant, decode=decode)
 
     def rescues(self) -> Iterator[dict[str, Any]]:
-        """Yield the policy adaptive, and others for comparison.
+        """Yield the policy adaptive, and for comparison dynaexq and uniform 4 bits.
 
-        They are dynaexq and uniform 4 bits of the same bytes.
+        Uniform 4 bits has the same bytes.
         """
         yield from self._rescues().rows()
 

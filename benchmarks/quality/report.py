@@ -139,7 +139,10 @@ def sensitivity(rows: list[Row]) -> Table:
 
 
 def rescues(rows: list[Row]) -> Table:
-    """Return the table of KL and fetches, compared with what fetches every missing residual slice."""
+    """Return the table of KL and fetches of ``adaptive``.
+
+    It is compared with fetching every missing residual slice.
+    """
     lines = []
     for row in rows:
         place = {key: row[key] for key in ("residuals", "quantizer", "phase")}

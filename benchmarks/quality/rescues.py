@@ -1,9 +1,8 @@
-"""How much of dynaexq's loss ``adaptive`` avoids, and what it fetches for that.
+"""How much of dynaexq's loss does ``adaptive`` avoid, and at which cost?
 
-Both are compared with uniform 4 bits: what fetches every missing residual slice of the same high set, and ``exact``
-with as many bytes. The engine computes on an emulated card, so that what is fetched crosses a link.
-
-The texts that choose high sets and thresholds are not those that are measured.
+Both are compared with uniform 4 bits: fetching every missing residual slice of the same high set, and ``exact`` with as
+many bytes. The engine computes on an emulated card, so that what is fetched crosses a link. The texts that choose high
+sets and thresholds are not those that are measured.
 """
 
 import math
@@ -87,7 +86,10 @@ class Rescues:
         ]
 
     def threshold(self, quantizer: str, share: float) -> float:
-        """Return the least threshold, in hundredths, that lets through so much of what is missing in decode."""
+        """Return the lowest threshold that fetches only the allowed share.
+
+        It is found in decode, in hundredths.
+        """
         missing: list[float] = []
         for domain in DOMAINS:
             self._serve(quantizer, share, Kind("", "dynaexq", {}), self._warm[domain])
@@ -146,10 +148,10 @@ class Rescues:
     def _serve(
         self, quantizer: str, share: float, kind: Kind, warm: list[list[int]], link_gbps: float | None = None
     ) -> None:
-        """Serve after one window of the domain's traffic.
+        """Serve after one window of the domain's traffic, when all its moves are done.
 
-        All moves that followed from it are done. ``share`` is that of the residual slices; where versions are not
-        nested, of the bytes of all experts at high.
+        ``share`` is that of the residual slices, or, where versions are not nested, that of the bytes of all experts at
+        high.
         """
         bench, moves = self._bench, kind.policy != "exact"
         if kind.high == 4:

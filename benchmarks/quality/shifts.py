@@ -1,6 +1,6 @@
-"""Traffic that shifts to one domain, while dynaexq's high set follows it.
+"""Traffic shifts to one domain, and dynaexq's high set follows over a link.
 
-The set is moved over a link. The result is compared with the best possible high set.
+The result is compared with the best possible high set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,10 +45,8 @@ class Shifts:
     ) -> Iterator[dict[str, Any]]:
         """Yield the loss of three high sets for every domain.
 
-        They are the honest oracle's, which knows the domain's other texts; dynaexq's, two windows after the shift; and
-        the old set.
-
-        ``names`` selects some of these. ``share`` of the experts is high; options are dynaexq's.
+        One is an oracle's, which knows only the domain's other texts; one is dynaexq's, two windows after the shift;
+        one is the old set. ``names`` selects some of these. ``share`` of the experts is high; options are dynaexq's.
         """
         for domain, texts in self._texts.items():
             before = [text for other in DOMAINS if other != domain for text in self._texts[other][:TEXTS]]
@@ -66,7 +64,7 @@ class Shifts:
                 yield {"high": share, "domain": domain, "experts": name, **found}
 
     def _serve(self, share: float, options: dict[str, Any]) -> Migration:
-        """Serve with windows of TEXTS texts, whatever time they take."""
+        """Serve with windows of TEXTS texts, however long they take."""
         top_k = self._bench.experts.top_k
         uses = TEXTS * len(self._texts[DOMAINS[0]][0]) * top_k / self._bench.experts.num_experts
         chosen = {"window_s": 0, "window_uses": uses, **options}
@@ -80,7 +78,7 @@ class Shifts:
         return migration
 
     def _place(self, migration: Migration, score: Any) -> None:
-        """Make experts high at once: an oracle waits for no link."""
+        """Make experts high at once, because an oracle waits for no link."""
         migration.stop()
         self._bench.server.host_planned.fetcher.settle_all()
         held = self._bench.server.cache.table.precision == HIGH

@@ -2,9 +2,9 @@
 
     python benchmarks/ranks/ranks.py
 
-Each card holds a part of its experts. Writes README.md here, by `plan`'s functions: synthetic routing of all requests
-chooses among all experts, each rank plans for its own by the rule, and every layer of a step waits for the rank that
-lacks most.
+Writes README.md here, with the functions of `plan`. Each card holds a part of its experts. Synthetic routing of all
+requests chooses among all experts, each rank plans for its own, and every layer of a step waits for the rank that lacks
+most.
 """
 
 import sys
@@ -51,7 +51,7 @@ def step(model, card, ranks, requests, part):
 def table(name, config, gpu, ranks):
     """Return tokens per second of each card.
 
-    A number is bold if it is higher than with as many more cards that hold all experts.
+    A number is bold if it exceeds the number with so many more cards that they hold all experts.
     """
     model, card, lines = shape_of(config, name), find_device(gpu, None), []
     for requests in REQUESTS:

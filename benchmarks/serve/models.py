@@ -1,9 +1,8 @@
-"""The models of the benchmark: the shipped one, a wide one, and a checkpoint of each format.
+"""The models of the benchmark: the shipped one, a wide one, and one by format.
 
-The wide one has Qwen3-30B-A3B's sizes and fewer layers.
-
-The checkpoints are the shipped model with random experts in the formats of other tools. Their answers mean nothing;
-their bytes, and the kernels that read them, are those of real checkpoints.
+The wide one has Qwen3-30B-A3B's sizes and fewer layers. The models for formats are the shipped one with random experts
+in the formats of other tools. Their answers mean nothing; their bytes, and the kernels that read them, are those of
+real checkpoints.
 """
 
 import json
@@ -24,8 +23,8 @@ SHIPPED = ROOT / "benchmarks" / "tiny_moe" / "model"
 FORMATS = (
     "awq", "gptq", "compressed-tensors", "mxfp4-compressed-tensors", "nvfp4-modelopt", "fp8-blocks", "mxfp8-modelopt",
 )  # fmt: skip
-WIDE = "wide"  # of Qwen3-30B-A3B's sizes
-LAYERS = 4  # of it
+WIDE = "wide"  # with Qwen3-30B-A3B's sizes
+LAYERS = 4  # layers of the wide model
 NAMES = ("shipped", WIDE, *FORMATS)
 
 

@@ -1,13 +1,13 @@
-"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says? How long do starts and prompts take?
+"""Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says?
 
-    python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, of two quiet cores
+    python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, on two quiet cores
     python benchmarks/serve/serve.py starts                # five minutes, 15 GB of disk, 10 GiB of memory
     python benchmarks/serve/serve.py prefixes              # five minutes
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
-``speeds`` measures every combination of what is open on a CPU, by `vllm-dymoe bench`, in rounds, of which the fastest
-counts: others may use the machine. A run ends after --minutes, and the next one goes on. Results are kept in
-results.json here.
+``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`. It does so in
+rounds, of which the fastest counts, because others may use the machine. A run ends after --minutes, and the next one
+continues it. ``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"expert_budget": "auto", "host_store": "auto"},
 )
 QUOTED = 24  # layers of Qwen3-30B-A3B's sizes whose second start is measured: what fits into memory here
-MOST = 1.2  # times reading the bytes once that filling memory may take
+MOST = 1.2  # filling memory may take this many times as long as reading the bytes once
 
 
 class Results:
@@ -65,19 +65,19 @@ class Results:
 
 
 def open_options(model: Model) -> list[dict[str, Any]]:
-    """Every combination of what is open on a CPU."""
+    """Return every combination of the options that are open on a CPU."""
     precisions: list[dict[str, Any]] = [{}] if "high" in model.fixed else [{"high": 4}, {"high": 8}]
     dense: list[dict[str, Any]] = [{}] if model.quantized else [{"dense": 16}, {"dense": 8}]
     return [{**high, **of, **place} for high in precisions for of in dense for place in PLACES]
 
 
 def machine_of(model: Model, work: Path, *, retune: bool = False) -> Machine:
-    """This machine, measured for a model's sizes."""
+    """Return this machine, measured for a model's sizes."""
     return machine_here(Probe.of(work, model.shape), work / "machines.json", retune=retune)
 
 
 def workload(name: str) -> tuple[PromptSet, Workload]:
-    """Real prompts, but for a model without a tokenizer."""
+    """Return real prompts, or random ones for a model without a tokenizer."""
     prompts = read_prompts(f"random:{PROMPT}" if name == WIDE else "shipped")
     return prompts, Workload(prompts.digest, prompts.name, prompts.is_random, REQUESTS, WARM_UP, TOKENS)
 
@@ -123,7 +123,7 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
 
 
 def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[str, float]:
-    """Tokens per second of a request that are planned, by requests at once."""
+    """Return the planned tokens per second of a request, by concurrent requests."""
     given = {key: value for key, value in options.items() if key != "expert_budget"}
     planner = Planner(machine, model, Asked(given, max_model_len=LENGTH))
     setup, length, _ = planner.chosen()
@@ -165,7 +165,7 @@ def starts(work: Path, results: Results) -> None:
 
 
 def _weights(work: Path) -> dict[str, int]:
-    """Weights of experts, by model."""
+    """Return the number of the experts' weights, by model."""
     shapes = {name: read_model(str(folder_of(name, work))).shape for name in ("shipped", WIDE)}
     return {
         name: shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate for name, shape in shapes.items()
@@ -181,9 +181,9 @@ def forget(folder: Path) -> None:
 
 
 def fills(work: Path, results: Results) -> None:
-    """Measure in turns: filling memory as a second start does, and what it consists of.
+    """Measure filling memory as a second start does, and its two components.
 
-    That is touching as much fresh memory, and reading the same bytes once.
+    These are touching as much fresh memory, and reading the same bytes once. The three take turns.
     """
     folder = work / "store" / "sizes"
     model = read_model(str(folder_of(WIDE, work)))
@@ -244,13 +244,13 @@ def touch(nbytes: int) -> None:
 def fill(folder: Path) -> None:
     """Fill host memory from a store, as a start with ``host_store`` "pinned" does."""
     store = FileStore(folder)
-    cache = HostCache(store, whole_host_cache(store.experts))
+    cache = HostCache(store, whole_host_cache(store.experts), fills=True)
     cache.fill()
     cache.close()
 
 
 def prefixes(work: Path, results: Results) -> None:
-    """Measure first tokens at three budgets: experts in memory, and behind an emulated link."""
+    """Measure first tokens at three budgets, in memory and behind an emulated link."""
     prompts, found = read_prompts("shipped"), {}
     for name, options in (("in memory", {}), ("behind a link of 2 GB/s", {"link_gbps": 2.0})):
         engine = {"max_model_len": 768, "max_num_batched_tokens": 256}

@@ -1,4 +1,4 @@
-"""The baseline policies of the papers' tables: the oracle predicts right, and FIFO evicts in order."""
+"""Baselines of the papers' tables: a perfect predictor and FIFO eviction."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_without_ageing_what_came_first_goes_first():
     set_pools(table, {HIGH: [(0, 1, 2)]}, {HIGH: [2]})
     wanted = np.full(1, HIGH, np.int8)
     gone = []
-    for expert in (0, 1, 0, 0, 2, 0, 3):  # expert 0 is used most often, and arrived first
+    for expert in (0, 1, 0, 0, 2, 0, 3):  # expert 0 is used most often, and was the first to arrive
         active = np.array([expert])
         places = table.begin_step(0, active, wanted)
         gone.append(int(places[0, 0]))

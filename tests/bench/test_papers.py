@@ -68,7 +68,10 @@ def test_aims_are_missed_where_the_numbers_say_so(page, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_who_names_experts(page, seed):
-    """With equal votes all of three layers are the meeting of layers, and one is enough for the union."""
+    """Votes of equal weight: three of three layers give the intersection.
+
+    One vote out of three gives the union.
+    """
     from compared import Votes
 
     generator = torch.Generator().manual_seed(seed)

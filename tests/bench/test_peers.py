@@ -1,4 +1,4 @@
-"""Peers of the benchmark: which ones can run here, and the flags they receive."""
+"""Peers of the benchmark: which of them can run here, and their flags."""
 
 import json
 

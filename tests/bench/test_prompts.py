@@ -62,7 +62,7 @@ def test_a_file_that_is_not_there_and_random_prompts_without_tokens_are_refused(
     assert read_prompts("random:24").is_random
     assert read_prompts("random:24").digest != read_prompts("random:25").digest
     for source in ("nowhere", "random:0", "random"):
-        with pytest.raises(ConfigError, match="cannot be read as prompts"):
+        with pytest.raises(ConfigError, match="cannot be read"):
             read_prompts(source)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's cases, their keys and groups, the rows on disk, and refused input."""
+"""The benchmark's cases, their keys and groups, its rows on disk, and refusals."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_the_rows_that_are_missing(tmp_path, monkeypatch):
 def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ENGINE", "no_such_module")
     job = {"label": "mine", "cases": [{"key": "k"}]}
-    with pytest.raises(ConfigError, match=r"(?s)mine failed with code 1.*No module named"):
+    with pytest.raises(ConfigError, match=r"(?s)mine .*No module named"):
         run.run_job(job, tmp_path)
 
 

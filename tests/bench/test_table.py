@@ -1,4 +1,4 @@
-"""The table of a benchmark, computed from times of tokens."""
+"""The table of a benchmark, computed from the times of tokens."""
 
 import pytest
 

@@ -102,7 +102,7 @@ SHARES = {Precision.HIGH: [1.0, 0.75, 0.5], Precision.LOW: [0.0, 0.25, 0.5]}
 
 @pytest.mark.parametrize(("slots", "staging"), [(8, 2), (24, 6), (80, 6), (120, 6)])
 def test_firm_has_room_for_a_tokens_experts_within_a_quarter(slots, staging):
-    """K and P of FIRM-MoE choose what is prefetched, not the number of slots (Eqs. 9 and 10)."""
+    """K and P of FIRM-MoE (Eqs. 9 and 10) choose prefetches, not numbers of slots."""
     experts = make_experts(layers=4, num_experts=32, top_k=4, bits=(4,))
     nbytes = slots * experts.formats[4].nbytes + WORKSPACE
     plan = plan_slots(experts, Options(high=4, low=0, group_size=32), Firm(), nbytes, WORKSPACE)

@@ -1,5 +1,6 @@
-"""Versions that migrate between steps without the host: captured tables stay, their values change, all bits are
-right.
+"""Versions migrate between steps without the host, and outputs stay exact.
+
+Captured tables stay in place; only their values change.
 """
 
 import itertools
@@ -36,7 +37,10 @@ def planned_server(nested, share="85%", agree=list, **options):
 
 
 def serve(server, count, tokens=lambda number: (2, 5, PROMPT)[number % 3]):
-    """Run whole steps, small and large batches in turn; yields each layer's output and the output of a frozen map."""
+    """Run whole steps, small and large batches in turn.
+
+    Yields each layer's output, the precisions in effect, and (layer, inputs).
+    """
     for number in range(count):
         rows = tokens(number)
         server.host_planned.begin_step(Phase.PREFILL if rows == PROMPT else Phase.DECODE)
@@ -128,7 +132,7 @@ def test_experts_of_other_ranks_and_rows_of_padding_are_not_counted():
     table.ring_ids[0, :, :3] = torch.tensor([[0, -1], [5, 0], [4, 4]], dtype=torch.int32)
     table.ring_weights[0, :, :3] = torch.tensor([[0.25, 0.75], [0.5, 1.5], [9, 9]])
     table.ring_rows.fill_(2)
-    for _ in range(2):  # each step once
+    for _ in range(2):  # the second call finds no new step
         counts.add()
     counts.ask()
     low, high, gates = counts.take()

@@ -1,4 +1,4 @@
-"""Host memory: how much is available, and mappings that reserve what was asked for and give it back."""
+"""Host memory: how much is available, and mappings that reserve and release it."""
 
 import ctypes
 import errno
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def resident(memory):
-    """Resident bytes of a mapping, as the kernel counts its pages."""
+    """Return the resident bytes of a mapping, as the kernel counts its pages."""
     first = memory.data_ptr() // PAGE
     if not Path("/proc/self/pagemap").exists():
         pytest.skip("the policy does not tell which pages are there")

@@ -29,7 +29,10 @@ STYLES = (*NAMES, "fused", "gpt-oss", "llama-4")
 
 @dataclass
 class Model:
-    """A checkpoint on disk: experts and biases by (layer position, expert, projection), other tensors by name."""
+    """A checkpoint on disk.
+
+    Experts and biases are stored by (layer position, expert, projection), other tensors by name.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -121,7 +124,7 @@ def expert_tensors(experts: dict[tuple[int, int, Projection], torch.Tensor], sty
     return tensors
 
 
-# Tables and sentences are compared as a wide non-terminal shows them: without colours and progress bars.
+# Output is compared as on a wide device that is no terminal: without colours and progress bars.
 TERMINAL = {"COLUMNS": "120"} | dict.fromkeys(("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"))
 
 
@@ -130,7 +133,7 @@ def command(*arguments: object) -> Result:
 
 
 def refused(*arguments: object) -> str:
-    """Run a command that must be refused with one sentence on stderr, and return the sentence."""
+    """Run a command that must be refused with one sentence; return the sentence."""
     result = command(*arguments)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
@@ -148,7 +151,10 @@ def quantized(model: Model, out: Path, *options: object) -> str:
 
 
 def sections(out: Path, bits: int) -> Iterator[tuple[tuple[int, int, Projection], MatrixFormat, torch.Tensor]]:
-    """Return every stored section by (layer position, expert, projection): its format and its bytes."""
+    """Return the format and bytes of every stored section.
+
+    Keys are (layer position, expert, projection).
+    """
     store = FileStore(out)
     fmt = store.experts.formats[bits]
     for layer in range(len(store.experts.layers)):

@@ -1,4 +1,4 @@
-"""``vllm-dymoe cache``: the stores that earlier starts packed, and which of them it removes."""
+"""``vllm-dymoe cache``: the stores of earlier starts and their removal."""
 
 import json
 import os
@@ -23,7 +23,7 @@ STATES = {
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder with a store in each state, and a file that does not belong to the plugin."""
+    """Create a store in each state, and a file that does not belong to the plugin."""
     root, experts = tmp_path / "cache", make_experts()
     for name in ("good", "old", "broken"):
         write(root / f"{name}-0123456789abcdef" / "rank-0-0", experts).close()

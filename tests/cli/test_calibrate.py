@@ -1,4 +1,4 @@
-"""``vllm-dymoe calibrate``: what it reads, how it calls the engine, and what it refuses before one starts."""
+"""``vllm-dymoe calibrate``: input, calls to the engine, and early refusals."""
 
 import json
 from unittest.mock import Mock
@@ -23,7 +23,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Records the calls to the engine; no engine starts."""
+    """Record the calls to the engine, which never starts."""
     asked = []
 
     def calibrate(*arguments, progress, **options):

@@ -1,4 +1,4 @@
-"""``vllm-dymoe quantize --calibration``: what GPTQ and lattice codes do with it, the report, and refused input."""
+"""``vllm-dymoe quantize --calibration``: GPTQ, lattice codes, report, refusals."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ RARE = 1
 
 
 def make(folder, style="separate"):
-    """A model, its calibration, and the inputs of its experts."""
+    """Return a model, its calibration, and the inputs of its experts."""
     model = make_model(folder / "model", style)
     model.save()
     found = Checkpoint.open(model.folder)
@@ -181,7 +181,7 @@ def test_the_low_reading_of_a_lattice_loses_less_than_gptqs_at_more_bytes(made, 
 
 
 def test_what_an_expert_loses_is_measured_from_its_own_inputs(made, tmp_path):
-    """Errors of an expert's low version, computed directly from the recorded calibration."""
+    """Errors of low versions, computed here directly from the recorded calibration."""
     model, calibration, *_ = made
     out = tmp_path / "out"
     quantized(model, out, "--high", 4, "--low", 2, "--quantizer", "e8", "--calibration", calibration)

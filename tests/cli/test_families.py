@@ -1,4 +1,7 @@
-"""``quantize``, ``inspect`` and ``plan`` with the tensor names and nested configurations of supported families."""
+"""``quantize``, ``inspect`` and ``plan`` for every supported family of models.
+
+They differ in tensor names and nested configurations.
+"""
 
 import itertools
 import json
@@ -51,7 +54,7 @@ def qwen3_next(model):
 
 
 def glm_4_moe(model):
-    """A draft's layer comes after the model's last one."""
+    """The layer of a draft follows the model's last one."""
     copied(model, "model.layers.2.", "model.layers.3.")
 
 
@@ -102,7 +105,7 @@ def test_a_family_is_quantized_inspected_and_planned(tmp_path, style, change):
     assert FileStore(out).experts.layers == MOE_LAYERS
     for place, matrix, section in sections(out, 16):
         assert torch.equal(matrix.view(section.clone()).weight, model.experts[place]), place
-    # Everything that is not packed is kept: a draft's experts, and those of another model.
+    # Tensors that are not packed stay in the checkpoint, such as the experts of a draft or of another model.
     packed = {place.name for tensors in Checkpoint.open(model.folder).experts for place in tensors.parts.values()}
     assert len(packed) == (2 * len(MOE_LAYERS) if style in ("fused", "llama-4") else 3 * EXPERTS * len(MOE_LAYERS))
     assert read_tensors(out).keys() - {n for n in read_tensors(out) if n.startswith("dymoe")} >= (
@@ -113,7 +116,10 @@ def test_a_family_is_quantized_inspected_and_planned(tmp_path, style, change):
 
 
 def with_pictures(folder, experts, width):
-    """Ernie-4.5-VL: experts of a second modality, of another number and width, named after those of text."""
+    """Write Ernie-4.5-VL: experts for text, then experts for pictures.
+
+    Experts for pictures are more or fewer, and have another width. Their numbers continue those of text.
+    """
     model = make_model(folder)
     model.config |= PLANNED | {"moe_num_experts": [EXPERTS, experts], "moe_intermediate_size": [INTERMEDIATE, width]}
     model.config |= {"moe_layer_start_index": [1, 1], "moe_k": TOP_K}
@@ -130,7 +136,10 @@ def with_pictures(folder, experts, width):
 
 
 def test_experts_of_two_modalities_are_quantized_inspected_and_planned(tmp_path):
-    """Layers of the second follow all others by number, and stand after their own by order, as vLLM makes them."""
+    """Layers of the second modality are numbered after all others.
+
+    In the stored order, each follows the text layer that it belongs to, as vLLM creates them.
+    """
     most, width, (first, second) = EXPERTS + 2, 32, MOE_LAYERS
     model, pictures = with_pictures(tmp_path / "model", most, width)
     shape = read_shape(str(model.folder))

@@ -1,4 +1,4 @@
-"""The commands that draw figures: their content, and what they refuse before they measure."""
+"""The commands that draw figures: the pictures, and refusals before measuring."""
 
 import sys
 

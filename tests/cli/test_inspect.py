@@ -1,4 +1,4 @@
-"""``vllm-dymoe inspect``: the numbers that it prints, and the damage that ``--verify`` finds."""
+"""``vllm-dymoe inspect``: its numbers, and the damage that ``--verify`` finds."""
 
 import errno
 import json
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_not_quantized_yet(model, original):
     assert found["versions"][2:] == written["versions"]
     assert found["model"] == written["model"]
     assert found["versions"][0]["total_bytes"] == found["expert_bytes"]
-    words = " ".join(command("inspect", model.folder).stdout.split())  # a long path moves the line breaks
+    words = " ".join(command("inspect", model.folder).stdout.split())  # long paths change the line breaks
     assert "not quantized yet" in words
 
 

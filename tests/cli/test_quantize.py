@@ -1,4 +1,7 @@
-"""``vllm-dymoe quantize``: what it writes, what it refuses, and that it never leaves half a checkpoint."""
+"""``vllm-dymoe quantize``: its output and refusals.
+
+It must never leave half a checkpoint behind.
+"""
 
 import errno
 import json
@@ -123,7 +126,7 @@ def test_dense_tensors_are_copied_bit_for_bit(model, out, shards, shard_bytes, m
 
 
 def test_sizes_that_each_layer_has_and_router_biases_beside_the_experts(model, out):
-    """Hunyuan and Laguna store them like this."""
+    """Hunyuan and Laguna store sizes and router biases like this."""
     for key, each in (("num_experts_per_tok", "moe_topk"), ("moe_intermediate_size", "moe_intermediate_size")):
         model.config[each] = 3 * [model.config.pop(key)]
     bias = f"model.layers.{MOE_LAYERS[0]}.mlp.experts.e_score_correction_bias"
@@ -192,7 +195,7 @@ def test_the_fingerprint_follows_the_weights_and_not_the_place(model, tmp_path):
 
 
 def fail_after(monkeypatch, writes, error):
-    """Let the disk fail after a number of writes to the store; each section takes two."""
+    """Let the disk fail after some writes to the store; each section takes two."""
     original, left = writer.write_at, [writes]
 
     def write_at(*args):
@@ -215,7 +218,7 @@ def fail_after(monkeypatch, writes, error):
     ],
 )
 def test_a_run_that_ends_early_leaves_what_was_there(model, out, monkeypatch, before, writes, error):
-    """A full disk gives a sentence; an interrupt and a bug of the plugin keep their types."""
+    """A full disk is reported in one sentence; other exceptions keep their types."""
     if before:
         quantized(model, out, "--high", 8)
     held = {path.name: path.read_bytes() for path in out.iterdir()} if before else None

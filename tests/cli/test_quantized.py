@@ -1,4 +1,4 @@
-"""``vllm-dymoe quantize`` and ``inspect`` on checkpoints that other tools quantized."""
+"""``vllm-dymoe quantize`` and ``inspect`` for other tools' checkpoints."""
 
 import json
 
@@ -20,7 +20,10 @@ def name_of(place):
 
 
 def make(folder, kind):
-    """Create a model with a tensor for each part of each projection, and return its matrices by place."""
+    """Create a model with separate tensors for all parts; return its matrices.
+
+    Keys are places: (layer position, expert, projection).
+    """
     model = make_model(folder, dtype=dtype_of(kind))
     model.config["quantization_config"] = config_of(kind)
     matrices = {
@@ -34,7 +37,10 @@ def make(folder, kind):
 
 
 def stacked(folder, kind):
-    """The same in the layout of gpt-oss: one tensor per layer with all experts, rows of gate and up alternating."""
+    """Create the same in gpt-oss's layout: one tensor per layer with all experts.
+
+    Rows of gate and up alternate.
+    """
     model, matrices = make(folder, kind)
     model.config["model_type"] = "gpt_oss"
     model.tensors = {name: tensor for name, tensor in model.tensors.items() if ".experts." not in name}
@@ -54,7 +60,7 @@ def stacked(folder, kind):
 @pytest.mark.parametrize("kind", [kind for kind in INTEGERS if kind != "int8"])  # the 4-bit formats
 def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_halves(tmp_path, kind):
     model, matrices = make(tmp_path / "model", kind)
-    model.save(shards=3)  # tensors of one matrix end up in several files
+    model.save(shards=3)  # the tensors of a matrix are spread over several files
     out, name, ordered = tmp_path / "out", kind.removesuffix("-ordered"), kind == "gptq-ordered"
     said = quantized(model, out, "--low", 2)
     assert f"{name} checkpoint, 4 bits as they are, 2 bits inside the 4" in said
@@ -82,14 +88,14 @@ def test_integers_are_taken_as_they_are_and_the_low_precision_is_their_upper_hal
     assert report["kind"] == f"MoE checkpoint, experts quantized with {name} at 4 bits"
     assert (report["ordered"], report["group_size"]) == ([4] if ordered else [], 32)
     assert ("reordered columns" in command("inspect", model.folder).stdout) == ordered
-    # Includes g_idx and weight_shape.
+    # This includes g_idx and weight_shape.
     assert report["expert_bytes"] == sum(tensor.nbytes for name, tensor in model.tensors.items() if ".experts." in name)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
 def test_floats_are_taken_as_they_are(tmp_path, kind, monkeypatch):
     if kind == "mxfp4":
-        monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # a multiple of 32, the size of the blocks
+        monkeypatch.setattr(checkpoints, "INTERMEDIATE", 64)  # a multiple of the block size, 32
     model, matrices = (stacked if kind == "mxfp4" else make)(tmp_path / "model", kind)
     model.save(shards=2)
     out, high = tmp_path / "out", next(iter(matrices.values())).bits

@@ -1,4 +1,4 @@
-"""`vllm-dymoe serve`: arguments, what is printed, and what is started."""
+"""`vllm-dymoe serve`: its arguments, its output, and the command that it starts."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def machine(tmp_path):
 
 
 def pasted(output):
-    """The command that is printed, in words, and what its environment is."""
+    """Return the words of the printed command, and its environment."""
     (line,) = re.findall(r"^(?:\w+=\S+ )*vllm serve .*$", output, re.MULTILINE)
     words = shlex.split(line)
     first = words.index("vllm")

@@ -1,4 +1,4 @@
-"""``vllm-dymoe trace``: how it calls the engine, what it writes, and what it refuses."""
+"""``vllm-dymoe trace``: calls to the engine, output, and refusals."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.cli.checkpoints import command, refused
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Records the calls to the engine; no engine starts."""
+    """Record the calls to the engine, which never starts."""
     found = {}
 
     def record_trace(model, prompts, folder, **settings):

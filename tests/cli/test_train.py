@@ -1,4 +1,4 @@
-"""``vllm-dymoe train``: from a trace to a predictor file, and the errors for unusable traces."""
+"""``vllm-dymoe train``: a predictor file from a trace; errors for unusable traces."""
 
 from dataclasses import replace
 

@@ -54,7 +54,10 @@ class Architecture:
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:
-    """Scale the weights so that experts matter: with transformers' own small weights the residual stream hides them."""
+    """Fill a tensor with weights large enough for experts to matter.
+
+    With transformers' own small weights the residual stream would hide what the experts compute.
+    """
     if name.endswith(("bias", "sinks")):
         tensor.normal_(std=0.3)
     elif tensor.dim() > 1 and "embed" not in name:
@@ -109,8 +112,8 @@ ARCHITECTURES = {
     "phi-3.5-moe": Architecture(
         "PhimoeConfig",
         _EIGHT | {"attention_bias": True, "lm_head_bias": True},
-        # As in microsoft/Phi-3.5-MoE-instruct. With transformers' own name vLLM would choose transformers' model, which
-        # fails.
+        # The name in microsoft/Phi-3.5-MoE-instruct. With the name that transformers writes, vLLM would choose
+        # transformers' model, which fails.
         written={"architectures": ["PhiMoEForCausalLM"]},
     ),
     "llama-4": Architecture(
@@ -187,7 +190,7 @@ QWEN3_NEXT = Architecture(
 
 EXAONE_MOE = Architecture(
     "ExaoneMoeConfig",
-    # Without swiglu_limits: vLLM's experts on a CPU (0.32) do not clamp.
+    # Without swiglu_limits: the experts of vLLM's CPU build (0.32) do not clamp.
     {
         "intermediate_size": 192,
         "moe_intermediate_size": 96,
@@ -199,7 +202,7 @@ EXAONE_MOE = Architecture(
         "head_dim": 32,
         "first_k_dense_replace": 1,
         "mlp_layer_types": ["dense", "sparse"],
-        # In layers with full attention alone transformers has no positions, and vLLM does.
+        # vLLM uses positions in every layer; transformers leaves them out of layers with full attention.
         "layer_types": ["sliding_attention", "sliding_attention"],
         "sliding_window": 512,
     },

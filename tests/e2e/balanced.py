@@ -1,4 +1,4 @@
-"""Expert-parallel load balancing on a CPU, which vLLM allows once the CPU claims to be an XPU.
+"""Runs vLLM's expert-parallel load balancing on a CPU that claims to be an XPU.
 
 This module adds what vLLM's CPU platform lacks: a model runner that creates an ``EplbState``, and a replacement for the
 Triton kernel that maps the routers' choices to physical experts. Maps, policy, steps and messages are vLLM's.
@@ -37,7 +37,10 @@ class BalancedWorker(DymoeWorkerExtension):
     """vLLM imports this module in each worker before it creates the worker."""
 
     def numbers(self):
-        """Maps physical experts to logical ones: [layers, physical experts] of all ranks, and of this rank."""
+        """Return the maps of all ranks and of this rank, [layers, physical experts].
+
+        They hold the logical expert of each physical one. The rank's own map is read from its weights.
+        """
         (state,) = self.model_runner.eplb_state.model_states.values()
         mine = torch.stack([numbers.flatten() for (numbers,) in state.model.expert_weights])
         return state.physical_to_logical_map.clone(), mine.clone()
@@ -61,7 +64,7 @@ def _map_and_record(
 
 
 class _Event(torch.Event):
-    """vLLM's substitute on a CPU takes no time."""
+    """Replaces vLLM's CPU event, which has no ``elapsed_time``."""
 
     def elapsed_time(self, other):
         return 0.0

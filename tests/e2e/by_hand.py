@@ -1,13 +1,12 @@
-"""Tests of more architectures and formats than CI has time for: `make models`, or
+"""Tests more architectures and formats than CI has time for (`make models`).
 
     python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
-A name is an architecture at 16 bits, or with "-pictures" one that sees them; a kind is one of the published float
-formats or 4-bit integers. Each model is served three ways: by vLLM at 16 bits without the plugin (a kind: with
-dequantized weights), by vLLM alone as published, and with the plugin at 100 and at 30 % of the slots; those two must
-return the same bits. The results go into models.json, from which `make docs` makes the tables of docs/models.md, with
-what families.json says of each family. With --missing only those are tried that models.json does not have: so a run
-that was stopped goes on.
+NAME is an architecture at 16 bits; with "-pictures" its model also reads pictures. KIND is one of the published float
+formats, or 4-bit integers. Each model is served three ways: by vLLM at 16 bits without the plugin (with a KIND: with
+dequantized weights), by vLLM alone as published, and with the plugin at 100 and at 30 % of the slots, which must give
+the same bits. The results go into models.json; `make docs` combines them with families.json into the tables of
+docs/models.md. --missing tests only what models.json lacks, and so continues a run that was stopped.
 """
 
 import contextlib
@@ -168,12 +167,15 @@ MORE = {
     ),
     "hy-v4": Architecture("HYV4Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
     "inkling": Architecture("InklingTextConfig", _MOE | _DENSE_FIRST),
-    "minimax-m3": Architecture("MiniMaxM3VLTextConfig", _MOE | _DENSE_FIRST | {"rotary_dim": 16}),
+    "minimax-m3": Architecture(
+        "MiniMaxM3VLTextConfig",
+        _MOE | _DENSE_FIRST | {"rotary_dim": 16, "intermediate_size": 96, "dense_intermediate_size": 192},
+    ),
     "deepseek-v4": Architecture("DeepseekV4Config", _MOE | {"q_lora_rank": 64, "head_dim": 128}),
 }
 
 
-# With sizes that are multiples of 128: only those does vLLM's CPU build compute in FP8 itself.
+# Sizes that are multiples of 128: vLLM's CPU build computes FP8 itself for no others.
 MORE["qwen3-moe-128"] = replace(
     ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
 )
@@ -197,7 +199,10 @@ MODELS: dict[str, Any] = MORE | ARCHITECTURES | PICTURES
 
 @contextlib.contextmanager
 def sigmoid_routers() -> Iterator[None]:
-    """vLLM's CPU build routes by sigmoids only within groups of experts; one group of all experts is equivalent."""
+    """Let vLLM's CPU build route by sigmoids without groups of experts.
+
+    It supports sigmoids only within groups, so all experts become one group, which gives the same routing.
+    """
 
     def router(**settings: Any) -> CPURouter:
         if settings["scoring_func"] == "sigmoid" and settings["custom_routing_function"] is None:
@@ -210,7 +215,7 @@ def sigmoid_routers() -> Iterator[None]:
 
 
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
-    """Results for one architecture, by case: a sentence each."""
+    """Return the results for one architecture: a sentence for each case."""
     architecture, experts = MODELS[name], None
     sees = isinstance(architecture, Seeing)
     prompts = architecture.prompts(LENGTHS) if sees else random_prompts(LENGTHS)

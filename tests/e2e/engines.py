@@ -22,7 +22,7 @@ import torch
 from tests.support import forked
 from tests.support.instead import Instead
 
-# vLLM reads this when it is imported: the engine core stays in this process, so that tests can inspect the server.
+# vLLM reads this when it is imported: it keeps the engine core in this process, so that tests can inspect the server.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # A test run packs stores into a folder of its own, which is removed at the end.
@@ -39,14 +39,17 @@ def prompts() -> list[str]:
 
 
 def random_prompts(lengths: Iterable[int] = (5, 33, 12, 20), seed: int = 0) -> list[dict[str, list[int]]]:
-    """Random tokens for the random models, which have no tokenizer; the seed does not change their number."""
+    """Return random tokens, for the random models, which have no tokenizer.
+
+    The lengths are the same for every seed.
+    """
     chosen = random.Random(seed)
     return [{"prompt_token_ids": chosen.choices(range(2, VOCABULARY), k=length)} for length in lengths]
 
 
 @contextlib.contextmanager
 def engine(model: Path | str = MODEL, dymoe: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
-    """Start an engine. ``dymoe`` are the plugin's options; None serves without the plugin."""
+    """Start an engine with the plugin's options, or without the plugin if None."""
     from vllm import LLM, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -81,7 +84,10 @@ def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: A
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
-    """Return what ``function`` returns, for engines whose leftovers would break vLLM's next engine in this process."""
+    """Return the result of a function that runs in a process of its own.
+
+    For engines that leave something behind which breaks vLLM's next engine in the same process.
+    """
     with ProcessPoolExecutor(1, mp_context=forked.FORKED) as pool:
         return pool.submit(function, *arguments).result(timeout)
 
@@ -91,7 +97,7 @@ needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two 
 
 
 def prepare_rank(log: Path) -> None:
-    """Run in a process of its own, with one core per rank and all output in a file."""
+    """Set up a rank's own process: one core, and all output in a file."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, CORES))
@@ -117,7 +123,10 @@ class Answer:
 
 
 def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | None = 5) -> list[Answer]:
-    """Greedy answers to prompts that are submitted together; texts, or {"prompt_token_ids": [...]} for each."""
+    """Return greedy answers to prompts that are submitted together.
+
+    A prompt is a text, or {"prompt_token_ids": [...]}.
+    """
     from vllm import SamplingParams
 
     words = isinstance(texts[0], str)
@@ -129,7 +138,7 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
 
 @contextlib.contextmanager
 def recorded_layers(server: Any) -> Iterator[list[torch.Tensor]]:
-    """Collect what layers return, whoever plans them."""
+    """Collect the layers' outputs, whether the host or the device plans."""
     outputs: list[torch.Tensor] = []
 
     def recorded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -162,8 +171,9 @@ def resize(llm: Any, budget: str) -> None:
 
 
 def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any]) -> Any:
-    """Return what ``ask`` returns, after checking that it is the same at every budget and from the same bits in
-    every layer.
+    """Return what ``ask`` returns, checked to be the same at every budget.
+
+    The outputs of all layers have to be the same bits, too.
     """
     server, want, want_layers = server_of(llm), None, []
     for budget in budgets:
@@ -200,7 +210,7 @@ class WatchedPolicy:
 
 
 def watch(server: Any) -> WatchedPolicy:
-    """Continue to serve, with a watched policy."""
+    """Watch the server's policy from now on; return the record."""
     watched = WatchedPolicy(server.policy)
     server.serve(server.options, watched)
     return watched
@@ -208,8 +218,11 @@ def watch(server: Any) -> WatchedPolicy:
 
 @contextlib.contextmanager
 def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -> Iterator[list[float]]:
-    """Collect, for every MoE layer of every step, the share of vLLM's choices that the layer's gate would have made
-    (or another statistic: ``change``).
+    """Collect how well gates reproduce vLLM's choices, per MoE layer and step.
+
+    Args:
+        llm: the engine.
+        change: returns the gate to compare in place of the layer's own one.
     """
     from vllm_dymoe.vllm_plugin.gates import NEAR_TIE
 
@@ -243,7 +256,10 @@ def equal_share(ours: list[Answer], theirs: list[Answer]) -> float:
 
 
 def share_of_likeliest(model: Any, prompts: Iterable[list[int]], answers: Iterable[list[int]]) -> float:
-    """Share of the answers' tokens that a transformers model finds likeliest at the same position."""
+    """Share of the answers' tokens that a transformers model finds likeliest.
+
+    It is asked at each position, after the same text.
+    """
     found = []
     for read, said in zip(prompts, answers, strict=True):
         with torch.no_grad():
@@ -253,7 +269,10 @@ def share_of_likeliest(model: Any, prompts: Iterable[list[int]], answers: Iterab
 
 
 def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
-    """vLLM's own criterion: at the first difference, each token is among the other's top log-probabilities."""
+    """Check vLLM's own criterion for two sets of answers.
+
+    At the first difference, each token has to be among the other's top log-probabilities.
+    """
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for position, (token_a, token_b) in enumerate(zip(a.tokens, b.tokens, strict=True)):
             if token_a != token_b:
@@ -264,9 +283,10 @@ def check_logprobs_close(ours: list[Answer], theirs: list[Answer]) -> None:
 
 
 def check_first_logprobs_close(ours: list[Answer], theirs: list[Answer], bound: float = 0.1) -> None:
-    """The first tokens see the same text, whatever follows.
+    """Check that the first tokens' log-probabilities agree.
 
-    Measured: at most 0.05, from rounding to bfloat16; a compiled and an eager model differ as much.
+    They follow from the same text, whatever comes later. Measured: at most 0.05, from rounding to bfloat16; a compiled
+    and an eager model differ as much.
     """
     for a, b in zip(ours, theirs, strict=True):
         first, want = a.logprobs[0], b.logprobs[0]
@@ -274,5 +294,8 @@ def check_first_logprobs_close(ours: list[Answer], theirs: list[Answer], bound: 
 
 
 def next_gate_accuracy(trace):
-    """Share of the next layer's choices that its gate makes from this layer's input: [layers - 1]."""
+    """Share of the next layer's choices that its gate predicts one layer early.
+
+    It is given this layer's input. Shape [layers - 1].
+    """
     return (trace.experts[:, 1:, :, None] == trace.next_gate[..., None, :]).any(-1).double().mean((0, 2))

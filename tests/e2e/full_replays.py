@@ -1,9 +1,9 @@
-"""Whole steps as CUDA graphs, on a CPU: the operations of a capture run again on the same memory.
+"""Replays whole steps as CUDA graphs do, but on a CPU.
 
-A capture runs the model once and keeps every operation with its tensors. A replay runs these operations and nothing
-else: no Python code of the model, vLLM's layers or the plugin. Two launches are more than one torch operation:
-attention, which on a CPU reads the step's metadata from the forward context, and the small-batch path, whose plain twin
-replaces the kernels. The capture fails at an operation that a graph cannot hold.
+A capture runs the model once and keeps every operation with its tensors. A replay runs these operations again on the
+same memory, and nothing else: no Python code of the model, of vLLM's layers or of the plugin. Two launches stand for
+more than one torch operation: attention, which on a CPU reads the step's metadata from the forward context, and the
+small-batch path, whose plain twin replaces the kernels. A capture fails at an operation that a graph cannot hold.
 """
 
 import contextlib
@@ -74,7 +74,10 @@ class ReplayedStep:
 
 @contextlib.contextmanager
 def replayed_steps() -> Iterator[Replays]:
-    """Let engines that start in the ``with`` block capture whole decode steps; yields the counts of their work."""
+    """Let engines started in the ``with`` block capture whole decode steps.
+
+    Yields the counts of captures and replays.
+    """
     seen.__init__()  # type: ignore[misc]
     load = CPUModelRunner.load_model
 

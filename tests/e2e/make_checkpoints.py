@@ -1,8 +1,10 @@
-"""Writes checkpoints/: small random models that ModelOpt itself quantizes and exports (by hand).
+"""Writes checkpoints/: small random models, quantized by ModelOpt itself.
 
-pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
-pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-server==4.9.3
-PYTHONPATH=.:modelopt python -m tests.e2e.make_checkpoints
+Run by hand:
+
+    pip install --target modelopt --no-deps nvidia-modelopt==0.47.0
+    pip install --target modelopt --no-deps scipy omegaconf pulp antlr4-python3-server==4.9.3
+    PYTHONPATH=.:modelopt python -m tests.e2e.make_checkpoints
 """
 
 import shutil

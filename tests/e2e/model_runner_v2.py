@@ -1,10 +1,10 @@
-"""One engine with vLLM's second model runner: where it differs from the first, and the first one's tests.
+"""One engine with vLLM's second model runner: its own tests, and the first one's.
 
 Run by ``test_model_runner_v2``. By hand: ``pytest -p tests.support.triton_on_cpu tests/e2e/model_runner_v2.py``.
 
 Two tests are left out: speculation with n-grams, and a sampler warmed up with all features. Both fail in vLLM's own
 kernels under Triton's interpreter ("mask has unsupported dtype", "All-NaN slice"), which the plugin does not touch.
-``vllm_adapter/test_running`` and ``test_prompts`` cover drafted tokens.
+``vllm_plugin/test_rank_server`` and ``test_prompts`` cover drafted tokens.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    # An expert's residency must not choose its precision where answers are compared.
+    # Residency must not choose an expert's precision where answers are compared.
     policy = {"policy_options": WATCHED | {"reuse_high": False}}
     options = DYMOE | policy | {"misses": "fetch", "trace": {"folder": str(folder), "inputs": True}}
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "enable_prefix_caching": True}
@@ -33,7 +33,10 @@ def llm(folder):
 
 @pytest.fixture
 def want(llm):
-    """Tokens with every expert at high precision: cached prompt tokens are not rated for their experts again."""
+    """Return tokens with every expert at high precision.
+
+    Prompt tokens that come from the prefix cache would not vote for their experts' precision again.
+    """
     change(llm, retention=1.0)
     return [a.tokens for a in answer(llm, prompts()[:6], max_tokens=12)]
 
@@ -48,7 +51,10 @@ def tokens_recorded(llm):
 
 
 def warm_up(llm):
-    """Run vLLM's dummy batches before the first request: vLLM does so on GPUs from 0.26 and on CPUs from 0.33."""
+    """Run vLLM's dummy batches, as vLLM does before the first request.
+
+    It does so on GPUs since 0.26 and on CPUs since 0.33.
+    """
     worker = worker_of(llm)
     runs = []
     original = worker.model_runner.execute_model
@@ -73,7 +79,10 @@ def test_it_is_the_second_runner(llm):
 
 
 def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm):
-    """Dummy batches are never counted, recorded or learned from; on a CPU they ask no predictor."""
+    """vLLM's dummy batches are not counted, not recorded and not learned from.
+
+    On a CPU they ask no predictor either.
+    """
     server = server_of(llm)
     assert server.predictor is None
     for served in (False, True):
@@ -83,7 +92,7 @@ def test_nothing_is_made_of_what_vllm_computes_to_warm_up(llm):
         watched = watch(server)
         warm_up(llm)
         server.serve(server.options, watched._policy)
-        assert len(watched.seen) >= 2 * LAYERS  # dummy batches contain no tokens of this engine
+        assert len(watched.seen) >= 2 * LAYERS  # dummy batches reach the policy, without tokens of this engine
         assert all(routing.prompt is None for routing, _ in watched.seen), "a prompt that was not sent"
         after = stats_of(llm)
         assert {**after, "resident_experts": {}} == {**before, "resident_experts": {}}
@@ -104,8 +113,8 @@ def test_the_same_tokens_and_the_same_bits_at_every_budget_and_counts_that_add_u
     assert sum(resized["slots"].values()) == sum(pool.count for pool in server.cache.pools.values())
 
 
-# The first runner's tests hold here, too. They come after the tests above, whose first one needs an engine that has
-# served no request.
+# The first runner's tests hold here, too. They come last, because the first test above needs an engine that has served
+# no request.
 from tests.e2e.test_faults import (  # noqa: E402
     reads,  # noqa: F401
     test_a_fault_in_any_layer_fails_the_requests_of_its_step,  # noqa: F401

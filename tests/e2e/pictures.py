@@ -1,4 +1,4 @@
-"""Small random models that see pictures, with the tokenizer and the processor that their checkpoints have."""
+"""Small random models that read pictures, with tokenizers and processors."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -66,7 +66,10 @@ def _omni(tokenizer: Any) -> Any:
 
 
 def _transpose_stacks(folder: Path) -> None:
-    """Write stacks of experts with columns first, as published; transformers reads them, and writes them otherwise."""
+    """Write stacks of experts with columns first, as in published checkpoints.
+
+    transformers reads this order, but writes the other one.
+    """
     tensors = load_file(folder / "model.safetensors")
     turned = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
     save_file(turned, folder / "model.safetensors", {"format": "pt"})
@@ -76,34 +79,47 @@ def _as_thinker(folder: Path) -> None:
     """Make a model the thinker of Qwen3-Omni, whose other parts vLLM does not load."""
     path = folder / "config.json"
     described = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
-    path.write_text(json.dumps(described | {"dtype": "bfloat16", "thinker_config": json.loads(path.read_text())}))
+    thinker = json.loads(path.read_text())
+    thinker["vision_config"] |= {"image_size": 128, "apply_vit_abs_pos_embed": True}  # vLLM reads what transformers drops
+    path.write_text(json.dumps(described | {"dtype": "bfloat16", "thinker_config": thinker}))
     tensors = load_file(folder / "model.safetensors")
     named = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors", {"format": "pt"})
 
 
+def _without_norms(folder: Path) -> None:
+    """Say that queries and keys have no norms, which transformers leaves out and vLLM reads."""
+    path = folder / "config.json"
+    described = json.loads(path.read_text())
+    described["text_config"]["use_qk_norm"] = False
+    path.write_text(json.dumps(described))
+
+
 @dataclass(frozen=True)
 class Seeing:
-    """A model that sees pictures."""
+    """A model that reads pictures."""
 
-    family: str  # the beginning of its classes' names in transformers
+    family: str  # prefix of its class names in transformers
     text: dict[str, Any]  # sizes of the language model that differ from the common ones
     vision: dict[str, Any]
     ids: dict[str, str]  # words by the keys of config.json that hold their token ids
     picture: tuple[str, ...]  # words that stand for a picture in a prompt
-    processor: Callable[[Any], Any]  # makes it from the tokenizer
-    names: dict[str, str] = field(default_factory=dict)  # words by the names that the tokenizer has for them
-    others: dict[str, Any] = field(default_factory=dict)  # more keys of config.json
-    change: Callable[[Path], None] = lambda folder: None  # what published checkpoints have otherwise
+    processor: Callable[[Any], Any]  # returns the processor for a tokenizer
+    names: dict[str, str] = field(default_factory=dict)  # words by their names in the tokenizer's configuration
+    others: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
+    change: Callable[[Path], None] = lambda folder: None  # makes the checkpoint look like published ones
 
     @property
     def tokens(self) -> dict[str, int]:
-        """The words that are no text, and their token ids, the last of the vocabulary."""
+        """Token ids of the words that are no text; the last ids of the vocabulary."""
         words = dict.fromkeys((_END, *self.ids.values(), *self.picture, *self.names.values()))
         return {word: VOCABULARY - len(words) + number for number, word in enumerate(words)}
 
     def save(self, folder: Path) -> Path:
-        """Write a random bf16 checkpoint, the same weights every time, with its tokenizer and processor."""
+        """Write a random bf16 checkpoint with its tokenizer and processor.
+
+        The weights are the same every time.
+        """
         ids = {key: self.tokens[word] for key, word in self.ids.items()}
         described = {"text_config": COMMON | self.text, "vision_config": self.vision, **ids, **self.others}
         config = getattr(transformers, f"{self.family}Config")(**described)
@@ -126,7 +142,7 @@ class Seeing:
         )
 
     def prompts(self, lengths: Iterable[int] = (5, 33, 12, 20)) -> list[dict[str, Any]]:
-        """Random tokens, and between those of every second prompt, from the first on, a picture."""
+        """Return prompts of random tokens; the first, third, ... contain a picture."""
         random, texts = np.random.default_rng(0), VOCABULARY - len(self.tokens)
         found: list[dict[str, Any]] = []
         for number, prompt in enumerate(random_prompts(lengths, seed=1)):
@@ -202,6 +218,7 @@ SEEING = {
         },
         ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
         _glm,
+        change=_without_norms,
     ),
     "llama-4": Seeing(
         "Llama4",

@@ -1,4 +1,4 @@
-"""Small random checkpoints in the formats of other tools, and the same weights at 16 bits."""
+"""Small random checkpoints in other tools' formats, and their weights at 16 bits."""
 
 import json
 import re
@@ -18,8 +18,10 @@ from vllm_dymoe.quantize.readers import make_reader
 
 
 def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = False) -> dict:
-    """Write folder/quantized (experts, and with ``dense`` also attention, in a format) and folder/plain with the
-    same weights at 16 bits; returns the experts' matrices by the names in folder/plain.
+    """Write one model quantized and at 16 bits, as folder/quantized and folder/plain.
+
+    Experts are in the given format; with ``dense``, attention is, too. Returns the experts' matrices by their names in
+    folder/plain.
     """
     architecture.save(folder / "plain")
     plain, quantized, experts = {}, {}, {}
@@ -31,7 +33,7 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
         if tensor.dim() == 2:
             made = {name: random_matrix(kind, *tensor.shape, seed=number)}
             plain[name] = made[name].dequantize().to(dtype_of(kind))
-        elif kind == "mxfp4":  # gpt-oss: transposed, but not when quantized
+        elif kind == "mxfp4":  # gpt-oss: transposed only when not quantized
             stack = [random_matrix(kind, *one.t().shape, seed=100 * number + e) for e, one in enumerate(tensor)]
             plain[name] = torch.stack([matrix.dequantize().t() for matrix in stack]).bfloat16()
             packed = [parts_of(kind, matrix) for matrix in stack]
@@ -46,7 +48,7 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
     described = json.loads((folder / "plain" / "config.json").read_text())
     described["dtype"] = str(dtype_of(kind)).removeprefix("torch.")
     config, left = config_of(kind), dense_modules(plain)
-    if isinstance(config.get("quantization"), dict):  # the older format of ModelOpt
+    if isinstance(config.get("quantization"), dict):  # ModelOpt's older format
         config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
     if kind not in INTEGERS:
         config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
@@ -56,7 +58,10 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
 
 
 def _separate(stem: str, kind: str, stack: torch.Tensor, seed: int) -> dict:
-    """Random matrices for each projection, stacked [experts, columns, rows] as in quantized Llama 4 checkpoints."""
+    """Return random matrices for each projection of a stack.
+
+    The stack is [experts, columns, rows], as in quantized Llama 4 checkpoints.
+    """
     place, _, joined = stem.rpartition(".")
     projections = ("gate_proj", "up_proj") if "gate_up" in joined else ("down_proj",)
     experts, columns, rows = stack.shape
@@ -76,8 +81,9 @@ def _transposed_stack(separate: dict, experts: int) -> torch.Tensor:
 
 
 def dequantize_checkpoint(source: Path, folder: Path) -> dict:
-    """Write folder/plain with the weights of another tool's checkpoint, as its reader returns them; returns the
-    experts' matrices by the names in folder/plain.
+    """Write folder/plain with the dequantized weights of another tool's checkpoint.
+
+    They are dequantized as its reader does it. Returns the experts' matrices by their names in folder/plain.
     """
     described = json.loads((source / "config.json").read_text())
     reader = make_reader(described.pop("quantization_config"))
@@ -138,7 +144,7 @@ def check_store(store: Any, experts: dict) -> None:
         base = read(replace(key, bits=bits // 2), fmt.base) if fmt.nested else None
         packed = read(key, fmt, base)[projection]
         if isinstance(matrix, torch.Tensor) or not packed.format.quantized:
-            # Of a layer that was left at 16 bits, or a gate of another format than up.
+            # A layer left at 16 bits, or a gate in another format than up.
             plain = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantize()
             assert torch.equal(packed.weight, plain), (layer, expert, projection)
             count += 1

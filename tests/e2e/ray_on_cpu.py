@@ -1,7 +1,8 @@
-"""Ray's executor on a CPU: vLLM knows no Ray resource for CPUs, so this CPU claims to be a GPU.
+"""Ray's executor on a CPU that claims to be a GPU.
 
-"CPU" would not do: vLLM asks Ray for ``resources={key: 1}`` and for accelerators of this name, and Ray refuses "CPU" as
-the former and has none of the latter. Ray is told of two GPUs that do not exist; it only counts them.
+vLLM knows no Ray resource for CPUs. "CPU" would not do: vLLM asks Ray for ``resources={key: 1}`` and for accelerators
+of this name; Ray refuses "CPU" as a resource, and knows no accelerator of that name. Ray is told of two GPUs that do
+not exist; it only counts them.
 """
 
 import contextlib
@@ -16,14 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def name_device():
-    """Applies in every process that looks: Ray calls it in its workers before vLLM creates its actors."""
+    """Let vLLM ask Ray for GPUs; Ray calls this in its workers before vLLM's actors."""
     from vllm.platforms import current_platform
 
     type(current_platform).ray_device_key = "GPU"
 
 
 class RayWorker(DymoeWorkerExtension):
-    """Defined here, since tests.e2e.engines gives each process that imports it its own folder for stores."""
+    """The worker extension of the test.
+
+    It is not defined in tests.e2e.engines, which gives each process that imports it its own folder for stores.
+    """
 
     def process(self):
         return os.getpid(), self.vllm_config.quant_config.loaded_model().server.experts.num_experts
@@ -31,7 +35,7 @@ class RayWorker(DymoeWorkerExtension):
 
 @contextlib.contextmanager
 def cluster():
-    """Ray on this machine, with room for two ranks, for the duration of a ``with`` block."""
+    """Run Ray on this machine, with room for two ranks, during a ``with`` block."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="ray-")  # it contains sockets, so its name has to be short

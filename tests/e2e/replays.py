@@ -1,8 +1,8 @@
-"""CUDA graphs without CUDA: vLLM's compiled pieces in a real CPU engine, run as replayed graphs would be.
+"""Replays vLLM's compiled pieces as CUDA graphs do, in a real engine on a CPU.
 
 A graph replays its capture: it reads and writes the addresses of the capture, whatever its caller passes, and copies
 nothing. ``ReplayedPiece`` replaces vLLM's ``CUDAGraphWrapper`` and does the same with tensors. The tensors of a capture
-are kept alive, so that a new tensor never gets the address of one of them by chance.
+are kept alive, so that a new tensor cannot get the address of one of them by chance.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from tests.support.launches import tensors
 
 @dataclass
 class Replays:
-    """Counts since the engine started, of pieces or (``full_replays``) of whole steps."""
+    """Counts since the engine started: of pieces, or of steps in ``full_replays``."""
 
-    replaying: bool = False  # whether pieces are captured and replayed; until then they run as they are called
-    captures: list[int] = field(default_factory=list)  # tokens of each capture
+    replaying: bool = False  # whether pieces are captured and replayed; before, they run as plain functions
+    captures: list[int] = field(default_factory=list)  # numbers of tokens, one for each capture
     replays: int = 0
     moved: int = 0  # replays called with a tensor at another address than in their capture
     capturing: Any = None  # the capture of the step that is running
@@ -65,7 +65,7 @@ class ReplayedPiece:
 
 @contextlib.contextmanager
 def platform_with_graphs() -> Iterator[None]:
-    """Make vLLM believe that a CPU captures graphs, and let it compile in pieces there as it does on a GPU."""
+    """Make vLLM capture graphs and compile in pieces on a CPU, as on a GPU."""
     original = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def check_and_update_config(cls: type[CpuPlatform], config: Any) -> None:
@@ -83,14 +83,17 @@ def platform_with_graphs() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(CpuPlatform, name, value))
-        # The pass looks for CUDA operators in every piece, and a CPU build lacks some of them.
+        # This pass looks for CUDA operators in every piece, and a CPU build lacks some of them.
         stack.enter_context(mock.patch.object(FixFunctionalizationPass, "__call__", return_value=None))
         yield
 
 
 @contextlib.contextmanager
 def replayed_graphs() -> Iterator[Replays]:
-    """Let engines that start in the ``with`` block have piecewise graphs; yields the counts of their work."""
+    """Let engines started in the ``with`` block use piecewise graphs.
+
+    Yields the counts of captures and replays.
+    """
     seen.__init__()  # type: ignore[misc]
     with platform_with_graphs(), mock.patch.dict("os.environ", {"VLLM_DISABLE_COMPILE_CACHE": "1"}):
         yield seen

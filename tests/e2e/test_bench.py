@@ -1,4 +1,4 @@
-"""``vllm-dymoe bench`` on the shipped model: rows through real engines, and a second run that finds them done."""
+"""``vllm-dymoe bench`` with real engines; a second run repeats no finished row."""
 
 import json
 import subprocess
@@ -17,7 +17,10 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def started(monkeypatch):
-    """Collect the commands of engines, which are forked; the last test starts its own as a user's command does."""
+    """Collect the command of every engine, and fork the engines.
+
+    The last test starts its own process, as a user's command does.
+    """
     started = []
 
     def start(command, **how):
@@ -63,7 +66,7 @@ def test_engines_of_data_parallelism_are_one_row(tmp_path, started):
         measured = row["measured"]
         assert len(measured["outputs"]) == 4, "each engine has as many"
         assert measured["decode_tokens"] == 4 * 5
-        # Layers, experts per token, tokens: of both engines, each of which counts for its own experts.
+        # Layers, experts per token, tokens. Summed over both engines, each of which counts for its own experts.
         assert measured["decode"]["hits"] + measured["decode"]["misses"] > 8 * 4 * 4 * 4
 
 

@@ -1,4 +1,4 @@
-"""Calibration in a real engine: what it records, how it resumes, and what GPTQ does with it."""
+"""Calibration in a real engine: what is recorded, resuming, and GPTQ's use of it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def llm():
-    # Prefix caching would skip tokens read before; a chunk is smaller than a part.
+    # Prefix caching would skip tokens that were read before. A step is smaller than a part of the recording.
     with engine(
         dymoe={"high": 16, "expert_budget": "50%"}, enable_prefix_caching=True, max_num_batched_tokens=128
     ) as llm:
@@ -40,7 +40,10 @@ def run(llm, out, progress=lambda done, total: None):
 
 @pytest.fixture(scope="module")
 def recorded(llm, tmp_path_factory):
-    """Calibrate, and return the calibration with the server's inputs, weights and experts by layer."""
+    """Calibrate; return the calibration and the server's own records of it.
+
+    These are inputs, weights and experts, by layer.
+    """
     server, seen = server_of(llm), [([], [], []) for _ in range(LAYERS)]
     original = server.host_planned.forward
 
@@ -85,7 +88,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
     with pytest.raises(KeyboardInterrupt):
         run(llm, out, ended)
     assert recording.missing(out) == list(range(1, len(recording.parts)))
-    # Stops in the middle of a part: its first step is recorded, and the rest is not requested.
+    # Stop in the middle of a part: its first step is recorded, and the rest is never requested.
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     model.observation.record(recording.part(out, 1), recording.parts[1])
     llm.generate({"prompt_token_ids": list(range(5, 50))}, use_tqdm=False)
@@ -102,7 +105,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_bytes(llm, recorded, tm
 
 def test_another_calibration_is_not_mixed_in_and_recording_costs_nothing_when_it_is_over(llm, recorded):
     out, recording, _ = recorded
-    with pytest.raises(CalibrationError, match="other texts or other options"):
+    with pytest.raises(CalibrationError, match="other texts"):
         calibrate(llm, ["another text " * 50], out, tokens=TOKENS, length=LENGTH)
     model = llm.llm_engine.vllm_config.quant_config.loaded_model()
     assert model.observation.observers == ()

@@ -1,4 +1,7 @@
-"""A checkpoint that lacks a tensor is refused by the tensor's name; it is never served with uninitialized memory."""
+"""A checkpoint that lacks a tensor is refused, with the tensor's name.
+
+It must never be served with uninitialized memory in the tensor's place.
+"""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Two engines that use each other's experts: data parallelism with expert parallelism on two cores."""
+"""Two engines with data and expert parallelism, on two cores."""
 
 import contextlib
 import itertools
@@ -53,7 +53,10 @@ def describe(worker):
 
 
 def serve(rank, port, folder, options, settings):
-    """Answers of one of the two engines: to its own prompts, with no prompts, and when an expert cannot be read."""
+    """Return the answers of one of the two engines.
+
+    It answers its own prompts, no prompts, and prompts while an expert cannot be read.
+    """
     from vllm import SamplingParams
 
     prepare_rank(folder / f"log-{rank}")
@@ -71,7 +74,7 @@ def serve(rank, port, folder, options, settings):
         core, asked = llm.llm_engine, itertools.count()
 
         def together(texts):
-            """Completions of this engine's prompts, once neither engine has requests left."""
+            """Return the completions of this engine's prompts when both engines are idle."""
             names = [str(next(asked)) for _ in texts]
             for name, text in zip(names, texts, strict=True):
                 core.add_request(name, text, sampling)
@@ -153,8 +156,8 @@ def test_the_budget_changes_no_bit_and_tokens_that_fill_up_are_no_uses(engines, 
         assert result["awake"] == result["both", "25%"]
     assert engines[1]["first alone", "25%"] == []
     for budget in ("100%", "25%"):
-        # Sums in another order choose another expert where two are nearly tied; dummy tokens would add half as many
-        # uses.
+        # Sums in another order choose another expert where two are nearly tied. Padding tokens, if they were counted,
+        # would add half as many uses.
         assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
         assert all(result["uses", budget] > 0 for result in engines)
 
@@ -169,8 +172,9 @@ def test_an_expert_that_one_engine_cannot_read_fails_the_requests_of_both(engine
 
 
 def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_path, alone):
-    """One engine packs the store, and host memory holds its experts once. The host plans, since it does the reads
-    that fail.
+    """Without expert parallelism, one engine packs the store and both map it.
+
+    The host plans, because the test makes its reads fail.
     """
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch", "planning": "host"}
     engines = serve_two(tmp_path, options)
@@ -192,7 +196,10 @@ def test_engines_with_all_experts_each_have_one_copy_of_them_and_fail_alone(tmp_
 
 
 def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alone):
-    """On the emulated card: no host in a step, and tokens that fill up are no uses there either."""
+    """Device planning on the emulated card, with no host code in a step.
+
+    Padding tokens are not counted as uses of experts here either.
+    """
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0}
     engines = serve_two(tmp_path, options, enable_expert_parallel=True)
     for rank in (0, 1):
@@ -209,7 +216,10 @@ def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alo
 
 
 def test_vllm_balances_experts_of_two_engines(tmp_path, alone):
-    """The machine stores all experts once; between the two budgets only the order of sums changes."""
+    """vLLM moves experts between two engines; the machine stores each expert once.
+
+    Budgets change only the order of sums.
+    """
     options = OPTIONS | {"host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
     engines = serve_two(tmp_path, options, enable_expert_parallel=True, enable_eplb=True)
     for which in (("both", "100%"), ("both", "25%"), "awake", "after"):

@@ -1,4 +1,7 @@
-"""``dense`` through vLLM's engine: vLLM's own online FP8 while the model loads, with CPU kernels."""
+"""``dense`` at FP8 through the real engine.
+
+vLLM's own online quantization runs while the model loads, with CPU kernels.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Experts on disk behind an emulated card whose device plans, through the real engine."""
+"""Experts on disk with an emulated card and device planning, in a real engine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction layers whose experts have another format than the model's, through the real engine."""
+"""Multi-token prediction layers whose experts differ in format from the model's."""
 
 import json
 from dataclasses import dataclass
@@ -30,9 +30,10 @@ SPECULATION = {"speculative_config": {"method": "mtp", "num_speculative_tokens":
 
 
 def add_drafts(folder, **excluding):
-    """A 16-bit draft layer as in published checkpoints, and changes to the quantization config that exclude it.
+    """Add a 16-bit draft layer to a checkpoint, as published ones have it.
 
-    Those of ModelOpt, unless others are given, forget ``mtp.fc``.
+    ``excluding`` are the changes to the quantization config that exclude the layer. By default they are ModelOpt's,
+    which forget ``mtp.fc``.
     """
     tensors = load_file(folder / "model.safetensors")
     last = "model.layers.1."
@@ -60,7 +61,7 @@ def add_drafts(folder, **excluding):
 
 
 def check_draft(server, tensors):
-    """Every weight of the draft's experts is the checkpoint's, at 16 bits."""
+    """Check that every weight of the draft's experts is the checkpoint's, at 16 bits."""
     (bits,) = server.experts.formats
     fmt = server.experts.of_layers[2][bits]
     for expert in range(server.experts.num_experts):
@@ -75,8 +76,10 @@ def answers(llm):
 
 
 def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
-    """ModelOpt's NVFP4 checkpoints of Qwen3-Next and Qwen3.5, and the checkpoint that `vllm-dymoe quantize` makes of
-    one.
+    """Drafts at 16 bits run in the slots of quantized experts.
+
+    Tested with checkpoints of Qwen3-Next and Qwen3.5 that ModelOpt quantized to NVFP4, and with the conversion of one
+    of them by `vllm-dymoe quantize`.
     """
     write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
     add_drafts(tmp_path / "quantized")
@@ -98,7 +101,10 @@ def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
 
 @dataclass(frozen=True)
 class Separate(Architecture):
-    """A model whose stacks [experts, rows, columns] are written as by tools that quantize: one tensor a projection."""
+    """A model with one tensor for each projection, as quantizing tools write it.
+
+    The architecture itself has stacks [experts, rows, columns].
+    """
 
     def save(self, folder):
         super().save(folder)
@@ -124,7 +130,11 @@ def in_bfloat16(folder):
 
 
 def test_drafts_that_a_rule_of_gptq_leaves_out_take_slots_of_the_budget(tmp_path):
-    """vLLM gives Qwen3.5's drafts no quantization configuration then; without one, no expert comes to the plugin."""
+    """A GPTQ rule that excludes the drafts does not keep their experts from us.
+
+    For such a rule vLLM gives Qwen3.5's drafts no quantization configuration, and without one the plugin would not see
+    their experts.
+    """
     write(Separate("Qwen3_5MoeTextConfig", QWEN3_NEXT.sizes), "gptq", tmp_path)
     for name in ("plain", "quantized"):
         in_bfloat16(tmp_path / name)  # vLLM's linear attention computes in nothing else on a CPU
@@ -136,13 +146,16 @@ def test_drafts_that_a_rule_of_gptq_leaves_out_take_slots_of_the_budget(tmp_path
         assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
         check_draft(server, load_file(tmp_path / "quantized" / "model.safetensors"))
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answer(llm, random_prompts(), 12))
-    # Linear attention sums several tokens of a step in another order. Measured: 42 of 43.
+    # Linear attention sums the tokens of a step in another order when there are several. Measured: 42 of 43 equal.
     assert equal_share(got, want) > 0.9
 
 
 @pytest.mark.parametrize("policy", ["exact", "duoserve"])
 def test_the_device_plans_a_draft_as_well(tmp_path, policy):
-    """On the emulated card; several tokens are proposed, so that the draft's layer runs as often in a step."""
+    """Device planning of a draft's layer on the emulated card.
+
+    Two tokens are proposed, so that the draft's layer runs twice in a step.
+    """
     write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
     add_drafts(tmp_path / "quantized")
     options = {"expert_budget": "50%", "policy": policy, "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}

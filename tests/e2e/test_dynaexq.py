@@ -1,4 +1,4 @@
-"""Versions that migrate in a real engine: nothing waits, even for copies that never end."""
+"""Migration of versions in a real engine: no step waits for a copy that hangs."""
 
 import threading
 import time
@@ -26,10 +26,11 @@ pytestmark = pytest.mark.engine
 
 
 def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkeypatch):
-    """Versions that exclude each other move only once both of a pair have arrived, so a copy that hangs changes
-    nothing.
+    """Copies that never end do not change any answer.
+
+    Of two versions that exclude each other, neither moves before both copies have arrived.
     """
-    # A copy that has not arrived after a whole window is abandoned, so windows must be longer than copies.
+    # A copy that is older than a window is abandoned, so windows have to be longer than copies take.
     parameters = {"window_s": 0.02, "window_uses": 1, "link_share": 1.0, "margin": 0}
     options = {"high": 16, "low": 4, "expert_budget": "50%", "policy": "dynaexq", "policy_options": parameters}
     with engine(dymoe=options) as llm:
@@ -67,7 +68,7 @@ def test_requests_end_with_the_right_tokens_whether_copies_hang_or_arrive(monkey
 
 
 def test_replayed_steps_read_what_is_published_without_a_new_capture():
-    """Decode steps captured earlier and eager steps with the same rows give the same answers, bit for bit."""
+    """Captured decode steps give the same bits as eager ones after a migration."""
     parameters = {"window_s": 0, "window_uses": 0.5, "link_share": 1.0, "margin": 0, "in_flight": 8}
     options = {"high": 4, "low": 2, "expert_budget": "70%", "policy": "dynaexq", "policy_options": parameters}
     options |= {"host_store": "pinned", "planning": "device"}
@@ -106,7 +107,7 @@ FOLLOWING = {"window_s": 0, "window_uses": 1, "link_share": 1.0, "margin": 0}
 
 
 def watch(worker):
-    """Record the map of each step on a rank; the second rank's copies are slow."""
+    """Record a rank's precision map at each step; slow down the second rank's copies."""
     server = _server(worker)
     worker.maps, begin, read = [], server.host_planned.begin_step, server.store.read_into
 
@@ -131,7 +132,10 @@ def watched(worker):
 
 
 def serve_two_ranks(log):
-    """Return the maps of two ranks while versions move, and the answers with the final map."""
+    """Return two ranks' precision maps and answers.
+
+    A map for each step while versions migrate, and the answers with the final map.
+    """
     prepare_rank(log)
     options = TWO | {"expert_budget": "75%", "policy_options": FOLLOWING}
     with engine(dymoe=options, distributed_executor_backend="mp", tensor_parallel_size=2) as llm:

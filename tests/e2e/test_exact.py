@@ -1,4 +1,4 @@
-"""Invariants 1 and 3, and agreement with vLLM's answers, through the real engine on the shipped model."""
+"""Invariants 1, 3 and 6 through the real engine on the shipped model."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ from vllm_dymoe.quantize.convert import convert
 pytestmark = pytest.mark.engine
 
 BUDGETS = ("100%", "25%", "minimum")
-# Retention 1 is the policy "exact"; both engines use these options, so that tests can compare them at a lower one.
+# With retention 1 the policy dymoe serves as "exact" does. The tests lower it while the same engine runs.
 WATCHED = {"retention": 1, "high_by": "depth", "heavy_share": 0.2, "look_ahead": 0}
 EXACT = {"high": 16, "low": 2, "policy": "dymoe", "policy_options": WATCHED}
 
@@ -37,7 +37,10 @@ def every_budget(llm):
 
 
 def answers_of(**settings):
-    """Answers at 16 bits, answers with half of the experts at 2 bits, and the heavy hitters of each layer."""
+    """Return answers at 16 bits, answers with mixed precision, and heavy hitters.
+
+    Mixed: half of the experts at 2 bits. The heavy hitters are those of each layer and step.
+    """
     with engine(dymoe=EXACT | {"expert_budget": "25%"}, **settings) as llm:
         exact, server = every_budget(llm), server_of(llm)
         server.resize("25%")
@@ -78,7 +81,7 @@ def test_compiled_models_have_the_heavy_hitters_of_eager_ones(eager, compiled):
     assert len(heavy_compiled) == len(heavy) > 0
     for ours, theirs in zip(heavy_compiled, heavy, strict=True):
         assert 0 < int(theirs.sum()) < len(theirs)
-        # Attention comes from numbers that are rounded elsewhere: a token on the boundary may change sides.
+        # The two compute attention with other roundings, so a token at the threshold may change sides.
         assert float((ours == theirs).float().mean()) > 0.95
     check_logprobs_close(less_compiled, less)
     assert equal_share(less_compiled, less) >= 0.97

@@ -1,4 +1,4 @@
-"""Store faults under a real engine: the requests of the step fail with one sentence, and later ones are right."""
+"""Store faults in a real engine: they fail the requests of their step only."""
 
 import contextlib
 import os
@@ -19,7 +19,10 @@ LAYERS = 8
 
 
 class FaultyReads(FaultyStore):
-    """While armed, breaks reads of a server's store: the ``nth`` of a layer and all later ones of that layer."""
+    """Breaks reads of a server's store while armed.
+
+    From the ``nth`` read of a layer on, all reads of this layer break.
+    """
 
     def arm(self, layer, nth=1, how="fail"):
         self.broken, begin = False, len(self.reads)
@@ -38,8 +41,9 @@ class FaultyReads(FaultyStore):
 
 @pytest.fixture(scope="module")
 def llm():
-    """Start an engine with steps of at most 64 tokens and 8 requests, prefix caching, and a quarter of the experts
-    resident.
+    """An engine with a quarter of the experts resident and prefix caching.
+
+    Steps have at most 64 tokens and 8 requests.
     """
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     with engine(dymoe={"high": 4, "expert_budget": "25%", "misses": "fetch"}, **settings) as llm:
@@ -93,7 +97,10 @@ def check_failed(outputs, sentence):
 
 
 def check_well(llm, want):
-    """No slot is lost, and the same prompts give the same tokens, whether the prefix cache has them or not."""
+    """Check that no slot is lost and that the same prompts give the same tokens.
+
+    They are asked twice: the second time, the prefix cache has them.
+    """
     server = server_of(llm)
     server.check_integrity()
     for _ in range(2):
@@ -120,7 +127,7 @@ def test_a_fault_in_any_layer_fails_the_requests_of_its_step(llm, want, reads, p
 
 
 def finish_with_fault(llm, reads):
-    """Step until a read breaks; that step must end every request. Later reads work again."""
+    """Step until a read breaks; that step must end every request."""
     done = {}
     while not reads.broken:
         done |= step(llm)
@@ -130,7 +137,7 @@ def finish_with_fault(llm, reads):
 
 @contextlib.contextmanager
 def damaged(path, damage):
-    """Damage a shard temporarily, under the same inode."""
+    """Damage a shard and repair it at the end; the inode stays the same."""
     whole = path.read_bytes()
     with path.open("r+b") as file:
         damage(file, len(whole))
@@ -159,7 +166,7 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
     assert server.host_planned.fetcher.orphaned
     with pytest.raises(ValueError, match="have not ended"):
         server.resize("50%")
-    if budget == "minimum":  # the only slot is the one being filled
+    if budget == "minimum":  # the hung read holds the only slot
         check_failed(llm.generate(prompts()[:1], SamplingParams(max_tokens=4), use_tqdm=False), "has not ended")
     else:
         assert answer(llm, prompts()[:1], max_tokens=12)[0].tokens == want[0]
@@ -175,7 +182,10 @@ def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, r
 
 @needs_two_cores
 def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
-    """Two ranks: only one's file is damaged, only rank 0's output is collected, and no rank waits forever."""
+    """A truncated file of either rank fails the step on both.
+
+    Only rank 0's output is collected, so rank 0 has to learn of it, and no rank may wait forever.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, CORES)))
     traces = tmp_path / "traces"
     options = {"high": 4, "expert_budget": "2%", "store_dir": str(tmp_path), "trace": str(traces),
@@ -192,5 +202,5 @@ def test_another_ranks_fault_fails_the_step(monkeypatch, tmp_path):
             for _ in range(2):
                 assert [a.tokens for a in answer(llm, prompts()[:2], max_tokens=8)] == want
         llm.collective_rpc("dymoe_trace")
-    # Two requests each: answered, failed on rank 1, answered, answered, failed on rank 0, answered, answered.
+    # Two requests at a time: answered, failed on rank 1, answered twice, failed on rank 0, answered twice.
     assert set(Trace.load(traces).request.tolist()) == {0, 1, *range(4, 8), *range(10, 14)}

@@ -1,6 +1,7 @@
-"""Features of vLLM's sampler and inputs: stock vLLM against the plugin with a quarter of the experts resident.
+"""Features of vLLM's sampler and inputs: the plugin compared with stock vLLM.
 
-Both use 16 bits: log-probabilities agree within the rounding of bfloat16, and texts agree up to near ties.
+The plugin has a quarter of the experts resident. Both use 16 bits, so log-probabilities agree within the rounding of
+bfloat16, and texts agree up to near ties.
 """
 
 import json
@@ -28,11 +29,11 @@ STOP = [".", ",", "\n"]
 
 
 def furthest(ours, theirs):
-    """Largest difference between log-probabilities of the same tokens, relative to what rounding allows.
+    """Largest difference between log-probabilities of the same tokens.
 
-    Rounding allows 0.1, as measured in ``check_first_logprobs_close``, and more for unlikely tokens: their bfloat16
-    logits are small differences of numbers as large as their log-probability. What a grammar forbids is infinitely
-    unlikely in both.
+    It is relative to what rounding allows: 0.1, as measured in ``check_first_logprobs_close``, and more for unlikely
+    tokens, because their bfloat16 logits are small differences of numbers as large as their log-probability. Tokens
+    that a grammar forbids are infinitely unlikely in both.
 
     Measured on two cores with AVX-512: 0.68 for sampled texts, 0.50 for prompts, 0.33 for others, 0.16 with the regex.
     """
@@ -41,7 +42,7 @@ def furthest(ours, theirs):
 
 
 def ask(llm, text=None, **settings):
-    """Greedy completions, unless the settings say otherwise."""
+    """Return greedy completions, unless the settings say otherwise."""
     given = {"temperature": 0, "max_tokens": 12, "logprobs": 5} | settings
     texts = prompts()[:4] if text is None else [text]
     return [output for output in llm.generate(texts, SamplingParams(**given), use_tqdm=False)]
@@ -73,7 +74,7 @@ def features(llm):
 
 
 def ours_and_stock(use, **settings):
-    """What is made of our engine, and of stock vLLM's."""
+    """Return the results of ``use`` with our engine and with stock vLLM."""
     with engine(**settings) as llm:
         theirs = use(llm)
     with engine(dymoe={"high": 16, "expert_budget": "25%"}, **settings) as llm:
@@ -92,7 +93,10 @@ def of(both, name):
 
 
 def test_log_probabilities_of_prompts(both):
-    """The likeliest token at each position is the same, except for near ties: measured, at all of 47 positions."""
+    """The likeliest token of each position is the same, except for near ties.
+
+    Measured: the same at all 47 positions.
+    """
     compared = equal = 0
     for ours, theirs in zip(*(each["prompt_logprobs"] for each in both), strict=True):
         assert ours.prompt_token_ids == theirs.prompt_token_ids
@@ -111,7 +115,7 @@ def test_answers(both, name):
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.tokens == b.tokens]
     if name in ("again", "cached", "embeddings"):
         check_logprobs_close(ours, theirs)
-    # A near tie may be decided differently; after that, texts differ in length and content.
+    # A near tie may be decided differently; from there on, texts differ in length and content.
     assert len(same) >= len(ours) // 2
     for a, b in same:
         for mine, other in zip(a.logprobs, b.logprobs, strict=True):
@@ -121,7 +125,7 @@ def test_answers(both, name):
 def test_what_is_asked_for_is_what_comes(both):
     ours = both[0]
     texts = {name: [output.outputs[0].text for output in ours[name]] for name in ("json", "regex", "stop")}
-    for output in ours["json"]:  # the JSON may contain any number of blanks, and be cut off
+    for output in ours["json"]:  # the JSON may contain any number of blanks, and may be cut off
         text, ended = output.outputs[0].text, output.outputs[0].finish_reason == "stop"
         assert json.loads(text).keys() == {"name", "count"} if ended else text.startswith("{")
     assert all(re.fullmatch(CHOICE, text) for text in texts["regex"])
@@ -135,7 +139,7 @@ def test_what_is_asked_for_is_what_comes(both):
 def test_beams(both):
     ours, theirs = (each["beams"] for each in both)
     assert len(ours) == len(theirs) == 3
-    # Six tokens each. Measured: 0.01 of the best; 0.36 of the worst, where another text comes third.
+    # Beams of six tokens. Measured: 0.01 for the best one; 0.36 for the worst, where another text comes third.
     assert abs(ours[0] - theirs[0]) < 0.1
     assert all(abs(mine - other) < 6 * 0.1 for mine, other in zip(ours, theirs, strict=True))
 
@@ -148,7 +152,7 @@ def test_a_cached_prefix_says_the_same(both):
 
 
 def test_a_cache_of_keys_and_values_in_fp8():
-    """vLLM's; experts see activations that are rounded in it, the same as stock vLLM's."""
+    """vLLM's FP8 KV cache: the experts get the same rounded inputs as in stock vLLM."""
     ours, theirs = ours_and_stock(
         lambda llm: [Answer.of(output.outputs[0]) for output in ask(llm)], kv_cache_dtype="fp8"
     )
@@ -157,7 +161,7 @@ def test_a_cache_of_keys_and_values_in_fp8():
 
 
 def test_pooled_embeddings():
-    """Measured: 0.00001 less than 1, and no element more than 0.002 apart."""
+    """Measured: cosine similarity above 0.99999, and elements at most 0.002 apart."""
 
     def use(llm):
         return torch.tensor([output.outputs.embedding for output in llm.embed(prompts()[:4], use_tqdm=False)])

@@ -1,7 +1,7 @@
-"""vLLM's own features with the plugin, each compared with the plugin's plain answers.
+"""vLLM's own features with the plugin, compared with the plugin's plain answers.
 
-Where a feature computes tokens together in another grouping, sums are taken in another order, as in vLLM itself; there
-vLLM's logprobs-close criterion and a share of equal tokens decide.
+A feature that groups tokens in another way also takes sums in another order, as in vLLM itself. There the answers have
+to meet vLLM's logprobs-close criterion and to share most tokens.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ OPTIONS = {"high": 4, "expert_budget": "25%"}
 
 
 def long_prompts():
-    """Four prompts of 150 tokens and more; the first one occurs twice."""
+    """Return four prompts of at least 150 tokens; the last repeats the first."""
     texts = ["\n".join(prompts()[i : i + 5]) for i in (0, 5, 10)]
     return [*texts, texts[0]]
 
@@ -57,7 +57,10 @@ def long_answers(plain):
 
 @pytest.fixture(scope="module")
 def crowded():
-    """An engine with chunks of 48 tokens, prefix caching, and a KV cache of 20 blocks of 32 tokens."""
+    """An engine with chunked prefill, prefix caching and a small KV cache.
+
+    Chunks have 48 tokens; the KV cache has 20 blocks of 32 tokens.
+    """
     settings = {
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
@@ -72,7 +75,7 @@ def crowded():
 
 @contextlib.contextmanager
 def counted_tokens(llm):
-    """Record the tokens of every step, as the first MoE layer sees them."""
+    """Collect the number of tokens of every step, as the first MoE layer sees them."""
     steps = []
     with recorded_layers(server_of(llm)) as layers:
         yield steps
@@ -129,7 +132,10 @@ def test_preempted_requests_give_the_same_answers(crowded, plain):
 
 
 def test_an_aborted_request_leaves_the_others_as_they_are(plain, plain_answers):
-    """Half of the requests are aborted, one per step; the others are answered, and no expert stays pinned."""
+    """An abort does not change other answers, and leaves no expert pinned.
+
+    Every second request is aborted, one per step.
+    """
     llm_engine = plain.llm_engine
     settings = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=5)
     for number, text in enumerate(prompts()):
@@ -178,7 +184,7 @@ def test_dense_layers_of_eight_bits_answer_like_those_of_sixteen_and_no_budget_c
 
 
 def speculate():
-    """Answers with tokens predicted from the text so far; for one prompt alone also the number of steps."""
+    """Return answers with n-gram drafts, and the tokens and steps of a single prompt."""
     os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling the proposer takes a minute and changes no prediction
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     options = OPTIONS | {"planning": "device", "host_store": "pinned"}
@@ -193,8 +199,11 @@ def speculate():
 
 
 def test_ngram_speculation_gives_the_same_tokens_in_fewer_steps(plain_answers):
-    """With device planning; test_models covers draft models with host planning."""
-    # In a process of its own: it leaves numba modules behind that break vLLM's next engine.
+    """Drafts by n-grams, with device planning.
+
+    test_models covers draft models with host planning. The engine runs in a process of its own, because it leaves numba
+    modules behind that break vLLM's next engine.
+    """
     answers, tokens, steps = in_own_process(speculate)
     assert tokens > steps, "no draft was accepted"
     check_same_text(answers, plain_answers[:6])

@@ -1,4 +1,4 @@
-"""The part of `make gpu` that needs vLLM, on vLLM's CPU build and without a card."""
+"""The part of `make gpu` that needs vLLM, without a card on vLLM's CPU build."""
 
 import pytest
 import vllm
@@ -13,7 +13,10 @@ NAMES = "off", "over whole steps"
 
 @pytest.fixture
 def part(monkeypatch):
-    """Engines in this process. As on a card, the device plans, and decode steps are captured at their first run."""
+    """Return the engine part of `make gpu`, set up to run in this process.
+
+    As on a card, the device plans, and decode steps are captured at their first run.
+    """
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     original = vllm.LLM
     with modules_of("gpu"), replayed_steps() as seen:
@@ -37,7 +40,10 @@ def part(monkeypatch):
 
 @pytest.mark.engine
 def test_every_line_but_those_of_a_card_runs(part, tmp_path):
-    """One request, several together, three that fill a graph for four, and one that comes late, at both budgets."""
+    """All checks pass, at both budgets.
+
+    They ask one request, several together, three that fill a graph for four, and one that arrives late.
+    """
     from record import Found, Recorder
 
     path = tmp_path / "engine.jsonl"

@@ -1,4 +1,4 @@
-"""Piecewise CUDA graphs around MoE layers: real CPU engines whose compiled pieces run as replayed graphs."""
+"""Piecewise CUDA graphs around MoE layers, replayed in real engines on a CPU."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.e2e.replays import replayed_graphs
 pytestmark = pytest.mark.engine
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-# One request, three that fill a graph for four, five that fill one for eight; with short and with long prompts.
+# One request, three that fill a graph for four, and five that fill one for eight; with short and with long prompts.
 BATCHES = ((5,), (7, 12, 9), (5, 14, 3, 11, 8))
 
 
@@ -20,7 +20,7 @@ def answers(llm, seed):
 def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
     """A model with shared experts and scaled outputs.
 
-    ``vllm_adapter/test_moe_method`` covers layers without them, and shows that replayed pieces are wrong with vLLM's
+    ``vllm_plugin/test_moe_method`` covers layers without them, and shows that replayed pieces are wrong with vLLM's
     own operator between them.
     """
     model, options = ARCHITECTURES["glm-4-moe"].save(tmp_path / "model"), {"high": 16, "expert_budget": "50%"}
@@ -30,7 +30,7 @@ def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
     with replayed_graphs() as seen, small_engine(model, options, **graphs) as llm:
         without = [answers(llm, seed) for seed in (0, 1)]
         assert (seen.captures, seen.replays) == ([], 0)
-        seen.replaying = True  # prompts of the second seed run only graphs that other prompts captured
+        seen.replaying = True  # prompts of the second seed run only graphs captured with other prompts
         assert [answers(llm, seed) for seed in (0, 1)] == without
         assert seen.replays > 2 * len(seen.captures) > 0
         server_of(llm).check_integrity()

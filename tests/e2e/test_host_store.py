@@ -1,4 +1,4 @@
-"""Experts that were packed once are never packed again, through the real engine."""
+"""Experts are packed once and never again, through the real engine."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Adapters of dense layers with streamed experts: transformers' answers, and the same bits at every budget.
+"""LoRA adapters of dense layers in addition to streamed experts.
+
+Tested against transformers' answers, and for the same bits at every budget.
 
 vLLM itself runs models with experts under LoRA only on GPUs, so the reference is transformers' model with the adapter's
 product added to its weights.
@@ -18,12 +20,13 @@ from tests.e2e.engines import MODEL, answers_at_budgets, engine, prompts, share_
 pytestmark = pytest.mark.engine
 
 RANK, TARGETS = 8, ["q_proj", "o_proj"]
-# Two places for one adapter: vLLM's CPU build gives requests without an adapter the contents of the last place.
+# Room for two adapters, although there is one: in vLLM's CPU build, requests without an adapter get the last place's
+# contents.
 SETTINGS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
 
 
 def random_adapter():
-    """An adapter large enough to change the model's answers, by PEFT's names."""
+    """Return an adapter that changes the model's answers, under PEFT's tensor names."""
     config = json.loads((MODEL / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
     generator, tensors = torch.Generator().manual_seed(0), {}
@@ -44,7 +47,10 @@ def write(adapter, folder):
 
 
 def answers(llm, adapter):
-    """Prompt tokens and generated tokens; every second prompt uses the adapter, and all run together."""
+    """Return prompt tokens and generated tokens, by request.
+
+    All requests run together; every second one uses the adapter.
+    """
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [adapter if number % 2 else None for number in range(8)]
     done = llm.generate(prompts()[:8], sampling, use_tqdm=False, lora_request=requests)
@@ -66,7 +72,7 @@ def test_adapters_of_dense_layers_beside_streamed_experts(tmp_path, dense):
         read, said = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm, request))
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     plain, adapted = ((read[first::2], said[first::2]) for first in (0, 1))
-    # Between bfloat16 and float32 few tokens are near ties; between the two models most tokens differ.
+    # Few tokens differ between bfloat16 and float32 (near ties); most differ between the two models.
     assert share_of_likeliest(model, *plain) > 0.85
     assert share_of_likeliest(model, *adapted) < 0.5
     merge(model, adapter)

@@ -1,4 +1,4 @@
-"""Ernie-4.5-VL: each layer has experts for text and experts for pictures, of two widths."""
+"""Ernie-4.5-VL: each layer has experts for text, and experts for pictures."""
 
 import itertools
 import json
@@ -77,7 +77,10 @@ def mlp(place, width):
 
 
 def save(folder):
-    """Write a random checkpoint without a vision tower, with the names and the routers' layout of published ones."""
+    """Write a random checkpoint of the language model.
+
+    Its tensor names and the layout of its routers are those of published checkpoints.
+    """
     tensors = {"model.embed_tokens.weight": torch.empty(512, HIDDEN), "lm_head.weight": torch.empty(512, HIDDEN)}
     norms = ["model.norm"]
     for layer in range(LAYERS):
@@ -110,10 +113,13 @@ def save(folder):
 
 
 def test_both_kinds_of_experts_are_served_and_quantized(tmp_path):
-    """Texts alone are answered; the bytes of the experts for pictures are compared with those of `quantize`."""
+    """Experts for text answer, and experts for pictures have the bytes of `quantize`.
+
+    Only prompts of text are asked.
+    """
     folder, original = save(tmp_path / "model"), Ernie4_5_VLRotaryEmbedding.forward_native
 
-    def forward(self, positions, query, key=None, *rest):  # vLLM 0.32 passes more than it takes on a CPU
+    def forward(self, positions, query, key=None, *rest):  # vLLM 0.32 passes more arguments than it takes on a CPU
         return original(self, positions, query, key)
 
     with mock.patch.object(Ernie4_5_VLRotaryEmbedding, "forward_native", forward):

@@ -1,4 +1,7 @@
-"""vLLM's second model runner, in a process of its own: its setup for CPUs must precede vLLM's import."""
+"""Runs model_runner_v2.py in a process of its own.
+
+Its setup for CPUs has to come before vLLM's import.
+"""
 
 import subprocess
 import sys

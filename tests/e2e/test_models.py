@@ -1,4 +1,7 @@
-"""Architectures through the real engine: vLLM's own tokens at 16 bits, its gates, and the same bits at every budget."""
+"""Many architectures through the real engine at 16 bits.
+
+Tokens have to be vLLM's own, and the same at every budget; gates have to reproduce the routers' choices.
+"""
 
 import json
 from dataclasses import replace
@@ -43,12 +46,12 @@ def answers(llm):
 
 
 def its_neighbour(gate):
-    """A wrong gate: each expert gets the score of its neighbour."""
+    """Return a wrong gate: each expert gets the score of its neighbour."""
     return replace(gate, logits=lambda x: gate.logits(x).roll(1, -1))
 
 
 def check_converted(llm, folder):
-    """Packing while a checkpoint loads writes the same bytes of both versions as converting it."""
+    """Check that packing during loading writes the bytes that `quantize` writes."""
     store, converted = server_of(llm).store, folder.with_name("converted")
     convert(Checkpoint.open(folder), converted, Options(**BOTH))
     files = FileStore(converted)
@@ -59,7 +62,10 @@ def check_converted(llm, folder):
 
 
 def check_precisions_by_load(llm):
-    """MLA passes no queries and keys from which to weight tokens, so every token of a prompt counts equally."""
+    """Check that every token of a prompt has the same weight.
+
+    With MLA there are no queries and keys from which tokens could be weighted.
+    """
     server = server_of(llm)
     resize(llm, "100%")
     llm.collective_rpc("dymoe_precision", kwargs={"retention": 0.5})
@@ -79,8 +85,13 @@ def check_precisions_by_load(llm):
 
 
 def check_sixteen_bits(folder, served=None, policy=None, more=lambda llm: None):
-    """vLLM's answers to the random prompts, for a model in a folder; ``served`` gives the plugin's for the same
-    model.
+    """Check a model at 16 bits against vLLM; return vLLM's answers.
+
+    Args:
+        folder: the checkpoint.
+        served: another checkpoint of the same model for the plugin to serve.
+        policy: options of the policy.
+        more: further checks of the engine.
     """
     with small_engine(folder) as llm:
         theirs = answers(llm)
@@ -92,7 +103,7 @@ def check_sixteen_bits(folder, served=None, policy=None, more=lambda llm: None):
             answer(llm, random_prompts(), max_tokens=2)
         ours = answers_at_budgets(llm, BUDGETS, lambda: answers(llm))
         more(llm)
-    # The gate found for a layer, applied to that layer's own input, chooses what vLLM chose, or a near tie.
+    # Applied to its layer's own input, the gate that was found must choose what vLLM chose, or a near tie.
     assert min(shares) == 1
     assert min(planted) < 0.9, "a wrong gate passes for the right one"
     check_logprobs_close(ours, theirs)
@@ -120,7 +131,10 @@ def test_without_queries_and_keys_the_number_of_tokens_decides(tmp_path):
 
 
 def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path):
-    """vLLM refuses Nemotron-H's layers on a CPU, where its kernels cannot compute them; the plugin's kernels can."""
+    """vLLM refuses Nemotron-H on a CPU, where its kernels cannot compute the layers.
+
+    The plugin's kernels can, so the test only makes vLLM believe that it is on a GPU.
+    """
     folder = NEMOTRON_H.save(tmp_path / "model")
     on_a_gpu = mock.patch("vllm.model_executor.layers.fused_moe.config.current_platform")
     with on_a_gpu, small_engine(folder, {"high": 16}) as llm:
@@ -128,15 +142,18 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
         given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
-    # bf16 against float32: now and then a router chooses differently. Without experts nearly all tokens would differ.
+    # In bf16 a router sometimes chooses other experts than in float32. Without experts nearly all tokens would differ.
     assert share_of_likeliest(model, read, [ours.tokens for ours in given]) > 0.8
 
 
-LIMITS = [0.6, 0.3]  # of the dense layer, and of the experts; without a clamp, activations are three times as large
+LIMITS = [0.6, 0.3]  # of the dense layer and of the experts; activations without limits are three times as large
 
 
 def clamp(model):
-    """Let transformers' model, which has no limits, clamp as vLLM's layers do: gate from above, up on both sides."""
+    """Let transformers' model clamp activations as vLLM's layers do.
+
+    The gate is clamped from above, up on both sides. transformers' own layers have no limits.
+    """
     for layer, limit in zip(model.model.layers, LIMITS, strict=True):
         for module in layer.mlp.modules():
             if hasattr(module, "gate_up_proj"):
@@ -145,7 +162,7 @@ def clamp(model):
                 module.forward = lambda x, m=module, limit=limit: m.down_proj(
                     clamped(m.gate_proj(x), m.up_proj(x), limit)
                 )
-    model.set_experts_implementation("batched_mm")  # the only one that asks _apply_gate on any CPU
+    model.set_experts_implementation("batched_mm")  # the only one that calls _apply_gate on every CPU
 
 
 def clamped(gate, up, limit):
@@ -153,7 +170,7 @@ def clamped(gate, up, limit):
 
 
 def test_a_clamp_that_vllm_leaves_out_on_a_cpu_agrees_with_transformers_at_every_budget(tmp_path):
-    """vLLM's dense layers clamp everywhere, its experts on GPUs alone."""
+    """vLLM's dense layers clamp on every device, its experts only on GPUs."""
     folder = replace(EXAONE_MOE, written={"swiglu_limits": LIMITS}).save(tmp_path / "model")
     with small_engine(folder, {"high": 16}) as llm:
         given = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
@@ -167,10 +184,10 @@ def test_a_clamp_that_vllm_leaves_out_on_a_cpu_agrees_with_transformers_at_every
 
 
 def save_with_drafts(folder):
-    """GLM-4 MoE with a multi-token prediction layer, under the tensor names of the published checkpoints.
+    """Write GLM-4 MoE with a multi-token prediction layer, named as published.
 
-    The embedding outweighs all layers, so that the next token mostly follows from the last one, and the draft, which
-    sees the last one, is sometimes right.
+    The embedding outweighs all layers, so the next token mostly follows from the last one. The draft sees the last one
+    and is therefore sometimes right.
     """
     ARCHITECTURES["glm-4-moe"].save(folder)
     layers, hidden = 2, 128

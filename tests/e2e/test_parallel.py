@@ -1,10 +1,10 @@
-"""Several ranks: tensor, expert and pipeline parallelism on two cores, with the shipped model.
+"""Tensor, expert and pipeline parallelism on two cores, with the shipped model.
 
-Arithmetic limits what can be equal. Every rank sums its own part of an output and rounds it to bf16, and then the parts
-are added, as in vLLM's own attention. So two ranks agree with one as two sums of the same numbers in another order do:
-vLLM's logprobs-close criterion. Between budgets no order changes, so tokens and log-probabilities must be equal. At 4
-bits with groups of 32, the model's experts of width 64 have the same quantization groups whether they are split or not:
-the weights are the same and only sums differ, as at 16 bits.
+Arithmetic limits what can be equal. Every rank sums its own part of an output and rounds it to bf16; then the parts are
+added, as in vLLM's own attention. Two ranks therefore differ from one as two sums of the same numbers in another order
+do, and have to meet vLLM's logprobs-close criterion. Between budgets no order changes, so tokens and log-probabilities
+must be equal. At 4 bits with groups of 32, splitting the model's experts (64 wide) leaves the quantization groups as
+they are: the weights are the same and only sums differ, as at 16 bits.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ POLICIES = {"16 bits": Exact(look_ahead=0), "4 bits": Dymoe(retention=0, look_ah
 
 
 def layer_output(server, position):
-    """Run one MoE layer on tokens that are the same in every process."""
+    """Run a MoE layer on the same tokens in every process; return its output."""
     generator = torch.Generator().manual_seed(server.experts.layers[position])
     experts, hidden = server.experts.num_experts, server.experts.formats[16].hidden
     x = torch.randn(5, hidden, generator=generator).bfloat16()
@@ -59,7 +59,7 @@ def set_policy(worker, policy, budget):
 
 
 def held_bytes(worker):
-    """Bytes of slots, and of experts in host memory."""
+    """Return the bytes of the slots, and those of the experts in host memory."""
     from vllm_dymoe.vllm_plugin.worker import _server
 
     server = _server(worker)
@@ -85,8 +85,9 @@ def describe_rank(worker):
 
 
 def serve_two_ranks(log, settings):
-    """State of two ranks, and their answers (unless they are pipeline stages) at each bit-width and budget and after
-    a sleep.
+    """Return the state and the answers of two ranks.
+
+    The answers are those at each bit-width and budget, and after a sleep. Pipeline stages give none.
     """
     prepare_rank(log)
     result = {"answers": {}, "stats": {}}
@@ -107,7 +108,7 @@ def serve_two_ranks(log, settings):
                 result["answers"][bits, budget] = answer(llm, prompts(), max_tokens=16)
                 llm.collective_rpc("dymoe_check_integrity")
                 result["stats"][bits, budget] = llm.collective_rpc("dymoe_stats")
-                # The trace of the first answers, with every expert at 16 bits; recording continues.
+                # Recording continues, but only the trace of the first answers is kept: every expert at 16 bits.
                 result.setdefault("trace", llm.collective_rpc("dymoe_trace"))
         for level in (1, 2):
             llm.sleep(level)
@@ -118,7 +119,10 @@ def serve_two_ranks(log, settings):
 
 
 def serve_balanced(log):
-    """Answers of two ranks between which vLLM moves experts, and the experts of each at the start and at the end."""
+    """Let vLLM move experts between two ranks; return answers and the experts' places.
+
+    The places are those at the start and at the end.
+    """
     from tests.e2e import balanced
 
     prepare_rank(log)
@@ -232,7 +236,7 @@ def test_a_trace_of_two_ranks_has_every_token_once_and_experts_of_both(parallel,
     assert torch.equal(trace.request, alone.request)
     assert torch.equal(trace.position, alone.position)
     assert torch.equal(trace.prefill, alone.prefill)
-    # For the same text two ranks choose the same experts, except for near ties; answers may diverge.
+    # For the same text two ranks choose the same experts, except for near ties. Answers are left out: they may diverge.
     ours, theirs = trace.experts[trace.prefill], alone.experts[trace.prefill]
     assert (ours[:, :, :, None] == theirs[:, :, None, :]).any(-1).float().mean() > 0.95
     accuracy = next_gate_accuracy(trace)
@@ -254,8 +258,9 @@ def test_each_rank_has_a_store_of_its_own_part(parallel):
 
 
 def test_a_pipeline_stage_has_its_own_layers_and_knows_how_deep_they_lie(pipeline, one_rank):
-    """vLLM 0.32's CPU build loads a pipeline but cannot run it, with or without the plugin, so only loading is
-    tested.
+    """Each stage loads its own layers and numbers them as the whole model does.
+
+    Only loading is tested: vLLM 0.32's CPU build cannot run a pipeline, with or without the plugin.
     """
     stages = pipeline["ranks"]
     assert [stage["layers"] for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,4 +1,7 @@
-"""Models that see pictures: vLLM's own vision tower, and stock vLLM's answers at every budget."""
+"""Models that read pictures, with vLLM's own vision tower.
+
+Answers have to be stock vLLM's at every budget.
+"""
 
 import pytest
 

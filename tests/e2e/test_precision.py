@@ -1,4 +1,4 @@
-"""The policy `dymoe` through the real engine: its decisions, its moves, and changes while requests are served."""
+"""The policy `dymoe` in a real engine: decisions, transfers, and live changes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def llm():
 
 @pytest.fixture(autouse=True)
 def _as_at_start(request):
-    """Reset the prefix cache, the precision and the budget to their values at the start."""
+    """Reset the prefix cache, the precision and the budget to those at the start."""
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
         llm.reset_prefix_cache()
@@ -87,7 +87,7 @@ def test_precisions_follow_the_schedule_in_both_phases(llm):
 
 def test_steps_of_many_requests_mix_both_phases(llm):
     seen, requests = watch(llm), llm.llm_engine
-    for number, prompt in enumerate(prompts()[:6]):  # each arrives while the ones before it are decoded
+    for number, prompt in enumerate(prompts()[:6]):  # each arrives while the earlier ones are decoded
         requests.add_request(f"mixed {number}", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         requests.step()
         requests.step()
@@ -144,7 +144,7 @@ def test_four_bits_are_the_same_at_every_budget_and_two_bits_still_speak(llm):
     server.resize("25%")
     server.reset_stats()
     low, stats = answer(llm, prompts()[:4]), server.stats()
-    # At most two bits are moved. Where reads bypass the page cache, some projections are prefetched.
+    # Of each expert at most its two-bit version is moved. Reads that bypass the page cache prefetch some projections.
     fetched = (stats.misses - stats.cpu_executed) * server.experts.formats[2].nbytes
     assert stats.bytes_moved["demand"] <= fetched <= sum(stats.bytes_moved.values())
     if stats.bytes_moved["prefetch"] == 0:

@@ -1,4 +1,4 @@
-"""Prediction through the real engine: gates are vLLM's, predictions are good, and they affect only time."""
+"""Prefetching in a real engine: predictions are good, and change nothing but time."""
 
 import functools
 import time
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 BUDGET = "25%"
 
 
-# On this link the shipped model's experts take about a millisecond each, so there is time to hide.
+# On this link one of the shipped model's experts takes about a millisecond, enough for prefetching to save time.
 OPTIONS = {"high": 4, "expert_budget": BUDGET, "link_gbps": 0.03, "planning": "host"}
 ON_DEVICE = OPTIONS | {"planning": "device"}
 
@@ -38,7 +38,7 @@ def firm():
 
 
 def answered(llm):
-    """Return tokens, every layer's output, and counts, starting from an empty cache."""
+    """Return tokens, layers' outputs and statistics, starting with an empty cache."""
     server = server_of(llm)
     server.resize(BUDGET)
     server.reset_stats()
@@ -55,7 +55,7 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     tuner = Heop(8, setting, Setting(8, 3), update_every=2, rounds=4)
     meeting.predictor._tuner = tuner
     tokens, layers, stats = answered(firm)
-    # Measured: 0.74 for the meeting while it is tuned, 0.77 for the next gate. Chance would be an eighth.
+    # Measured: 0.74 for the voting gates while they are tuned, 0.77 for the next gate. Chance would be an eighth.
     assert stats.predictions["correct"] / stats.predictions["predicted"] > 0.6
     assert stats.prefetches["useful"] + stats.prefetches["late"] > stats.prefetches["wasted"]
     assert tuner.settled
@@ -74,7 +74,7 @@ def test_what_is_foreseen_changes_no_bit_and_is_mostly_right(firm):
     server.predictor = meeting
 
 
-ODD = 5  # the layer with such a router
+ODD = 5  # the layer whose router is not its gate
 
 
 def runners_up(hidden_states, gating_output, topk, renormalize):
@@ -105,7 +105,7 @@ def test_a_router_that_is_more_than_its_gate_is_served_without_the_gate(odd_rout
         first = [a.tokens for a in answer(llm, prompts()[:3], max_tokens=12)]
         server.check_integrity()
 
-        # The layers before it used their gates once, in the step that revealed the router.
+        # Earlier layers used their gates once, in the step that revealed the odd router.
         assert server.predictor is None
         named = by_gates.stats.predicted
         assert named > 0
@@ -144,7 +144,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
     assert new_tokens == tokens
     assert same_bits(new_layers, layers)
 
-    def utilisation(stats):  # FIRM-MoE Eq. 8; for a prompt's first layer popularity predicts nearly all experts
+    def utilisation(stats):  # FIRM-MoE Eq. 8; popularity predicts nearly all experts of a prompt's first layer
         return stats.predictions["correct"] / stats.predictions["predicted"]
 
     assert utilisation(trained) > utilisation(popular), (trained.predictions, popular.predictions)
@@ -154,7 +154,7 @@ def test_what_is_trained_on_a_trace_foresees_more_than_popularity(tmp_path):
 
 
 def pieces(count):
-    """Held-out prompts, taken from the texts in turns."""
+    """Return pieces of the held-out texts, taken from the texts in turns."""
     texts = [path.read_text() for path in sorted((MODEL / "heldout").glob("*.txt"))]
     return [texts[n % 3][1000 * (n // 3) :][:200] for n in range(count)]
 
@@ -164,8 +164,9 @@ def metric(registry, name, **labels):
 
 
 def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
-    """One predictor is trained from a file, and one from the same steps while they are served; both save time and
-    change no token.
+    """A predictor trained from a trace, and one trained while the same steps run.
+
+    Both save time and change no token.
     """
     traces, file, own = tmp_path / "traces", tmp_path / "predictor.safetensors", tmp_path / "own.safetensors"
     options = {**OPTIONS, "link_gbps": 0.3, "policy_options": {"look_ahead": 2}}
@@ -214,7 +215,10 @@ def test_tracing_training_and_serving_as_in_the_docs(tmp_path):
 
 
 def test_a_device_asks_the_network_that_is_trained_meanwhile(tmp_path):
-    """From the start, since a captured graph cannot be given another predictor; before it is trained it is the gate."""
+    """A predictor trained while it serves, with device planning.
+
+    It exists from the start, since a captured graph cannot change its predictor. Before training it is the next gate.
+    """
     options = ON_DEVICE | {"host_store": "pinned", "link_gbps": 0.3}
     with engine(dymoe=options | {"train_predictor": str(tmp_path / "own.safetensors")}) as llm:
         server = server_of(llm)

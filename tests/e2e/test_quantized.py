@@ -80,7 +80,10 @@ def test_a_quantized_checkpoint_is_served_with_its_own_numbers(tmp_path, kind, m
 
 
 def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layers_of_16_bits(tmp_path):
-    """Compare with transformers with dequantized weights, in float32 and over the same tokens."""
+    """Tokens are compared with transformers' float32 model of the dequantized weights.
+
+    The dense layers have 16 bits.
+    """
     experts = write(ARCHITECTURES["qwen3-moe"], "gptq-ordered", tmp_path)
     with small_engine(tmp_path / "quantized", {"low": 2, "expert_budget": "50%"}) as llm:
         got, server = answers(llm), server_of(llm)
@@ -90,12 +93,15 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
         assert llm.collective_rpc(dense_methods)[0] == {"UnquantizedLinearMethod"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
-    # Float16 rounds logits of a size of 10 by 0.004; columns of another order change them by several.
+    # Float16 rounds logits of about 10 by 0.004. Columns in another order would change them by several.
     assert share_of_likeliest(model, read, [ours.tokens for ours in got]) > 0.9
 
 
 def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
-    """As recipes leave a layer alone, and some down projections, or gates without their up, at more bits."""
+    """Recipes leave a layer at 16 bits, or give some projections more bits.
+
+    Here these are a down projection, and a gate without its up projection.
+    """
     model = ARCHITECTURES["qwen3-moe"]
     experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 5}), "gptq", tmp_path)
     plain, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))

@@ -1,4 +1,7 @@
-"""Two ranks started by Ray: they answer like one, a killed rank ends the engine, and a restart finds the store."""
+"""Two ranks started by Ray answer like one.
+
+A killed rank ends the engine, and a restart finds the store.
+"""
 
 import os
 import signal
@@ -25,7 +28,7 @@ TOKENS = 12
 
 
 def serve(log, folder, kill):
-    """Answers of two ranks, and the engine's error after one of them was killed."""
+    """Return two ranks' answers, and seconds until a killed rank ends the engine."""
     from tests.e2e import ray_on_cpu
 
     prepare_rank(log)

@@ -40,7 +40,7 @@ def test_the_choice_is_printed_and_the_same_again(cache):
 
 
 class OneCommand(Server):
-    """Started by this project's command in place of vLLM's, as a user starts it."""
+    """A server started by this project's command instead of vLLM's."""
 
     def launch(self, command, output, environment):
         command = [BIN / "vllm-dymoe", *command]
@@ -84,7 +84,10 @@ def start(store, log):
 
 
 def test_a_first_start_that_is_killed_goes_on(tmp_path):
-    """With SIGKILL, when some layers are complete: the next start packs the others, and the answer is the same."""
+    """After SIGKILL in the middle of packing, the next start packs the other layers.
+
+    The answer is that of a start that was not interrupted.
+    """
     store, log = tmp_path / "store", tmp_path / "log"
     killed = start(store, log)
 

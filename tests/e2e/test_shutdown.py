@@ -1,4 +1,4 @@
-"""Engines start and shut down one after another in one process, and leave nothing behind."""
+"""Engines start and shut down in turns in one process, and leave nothing behind."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def alive(stores):
-    """The plugin's objects, threads and descriptors in this process, including descriptors of mappings."""
+    """Return the plugin's objects, threads, open files and mappings in this process."""
     from vllm_dymoe.cache.store import HostStore
     from vllm_dymoe.server import ExpertServer
     from vllm_dymoe.trace.recorder import Recorder
@@ -34,7 +34,7 @@ def alive(stores):
 
 
 def left_behind(folder, stores, kinds):
-    """Return what is alive while an engine serves, and after each engine."""
+    """Return what is alive while each engine serves, and what is alive after it."""
     from tests.e2e.engines import server_of
 
     serving, left = [], []

@@ -1,4 +1,4 @@
-"""The small-batch path in real engines on a CPU: the host path's bits, at every budget and batch size."""
+"""The small-batch path in a real engine on a CPU: the same bits as the host path."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ OPTIONS = {
     "expert_budget": "25%",
     "host_store": "pinned",
     "policy": "dymoe",
-    # An expert's residency must not choose its precision, or budgets could not be compared.
+    # Residency must not choose an expert's precision, or budgets could not be compared.
     "policy_options": {"retention": 0.5, "high_by": "depth", "reuse_high": False},
 }
 DEVICE = OPTIONS | {"planning": "device"}
@@ -67,7 +67,10 @@ def test_router_weights_that_multiply_inputs_are_planned_by_the_device(tmp_path)
 
 
 def test_replayed_steps_decide_anew_with_nothing_of_the_host(tmp_path):
-    """Budgets, precision and batch change between replays of the same graphs, and the trace contains every token."""
+    """Replays follow changes of budget, precision and batch, without host code.
+
+    The same graphs are replayed, and the trace contains every token.
+    """
     options = DEVICE | {"high": 8, "trace": str(tmp_path)}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4]}
     with replayed_steps() as seen, engine(dymoe=options, enforce_eager=False, compilation_config=graphs) as llm:

@@ -1,4 +1,4 @@
-"""Hundreds or thousands of random requests: at the end nothing is missing and nothing has leaked.
+"""Hundreds of random requests leave nothing missing and nothing leaked.
 
 ``DYMOE_TEST_SOAK=5000`` runs 5000 requests instead of 400.
 """
@@ -23,10 +23,10 @@ REQUESTS = int(os.environ.pop("DYMOE_TEST_SOAK", "400"))
 WARM_UP = 100
 MOST_AT_ONCE = 24
 SETTINGS = {"enable_prefix_caching": True, "max_num_seqs": 8}
-# vLLM's own memory grows with its traffic, by 0 to 100 KiB per request depending on the machine, mostly because oneDNN
-# keeps what it compiles for each new number of tokens. The plugin may grow in the same way: once, but possibly after
-# the first hundred requests. Measured: 3 MiB, all of it before the 200th of 1600 requests, and 37 MiB in 1600 requests
-# on another machine.
+# vLLM's own memory grows with its traffic, by 0 to 100 KiB a request depending on the machine, mostly because oneDNN
+# keeps the code that it compiles for each new number of tokens. The plugin may grow only once, but possibly after the
+# first hundred requests. Measured: 3 MiB, all of it before the 200th of 1600 requests, and on another machine 37 MiB in
+# 1600 requests.
 MOST_THAT_IS_OURS = 48 * 2**20
 _MIB = 2**20
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 2 * REQUESTS)]
 
 
 def resident():
-    """Resident bytes of this process, after Python has returned what it can."""
+    """Return the resident bytes of this process, after Python has freed what it can."""
     gc.collect()
     return psutil.Process().memory_info().rss
 
@@ -50,7 +50,7 @@ def growth_of_vllm_alone(requests):
 
 @dataclass
 class Account:
-    """What the process holds while no request runs."""
+    """Resources of the process while no request runs."""
 
     files: int
     threads: list[str]
@@ -60,9 +60,9 @@ class Account:
 
     @classmethod
     def take(cls, server):
-        # A thread removes finished transfers of other threads when its turn comes.
+        # Transfers that other threads have finished are removed by a thread when its turn comes.
         becomes(lambda: not server.engine._queue._pending, 5)
-        server.kernel._kept.clear()  # as large as the largest step so far, up to a bound
+        server.kernel._kept.clear()  # grows to the largest step so far, up to a bound
         if server.host_planned.cpu is not None:
             server.host_planned.cpu.release_scratch()
         gc.collect()
@@ -80,7 +80,7 @@ class Account:
 
 @contextlib.contextmanager
 def held_by(server):
-    """Sample the bytes that experts hold every 2 ms, from another thread, while steps run."""
+    """Sample the bytes that experts take, every 2 ms while steps run."""
     samples, over = [], threading.Event()
 
     def watch():
@@ -141,7 +141,7 @@ def test_a_soak_leaves_everything_accounted_for():
     with engine(dymoe=options, **SETTINGS) as llm:
         server = server_of(llm)
         traffic = Traffic(llm)
-        traffic.run(WARM_UP)  # creates one-time state such as the threads and caches of libraries
+        traffic.run(WARM_UP)  # creates what is created once, such as the libraries' threads and caches
         before = Account.take(server)
         with held_by(server) as samples:
             traffic.run(REQUESTS)

@@ -1,4 +1,7 @@
-"""Recording through the real engine: the trace holds the routers' choices with the right requests and positions."""
+"""Recording in a real engine: a trace holds the routers' choices.
+
+Each has to be recorded with the right request and position.
+"""
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ def folder(tmp_path_factory, planned):
 
 @pytest.fixture(scope="module")
 def llm(folder, planned):
-    # Prompts longer than a step, and a KV cache too small for all requests at once.
+    # Prompts are longer than a step, and the KV cache is too small for all requests at once.
     options = {"high": 4, "trace": {"folder": str(folder), "inputs": True}} | planned
     settings = {"max_num_batched_tokens": 48, "enable_prefix_caching": True}
     with engine(dymoe=options, **settings) as llm:
@@ -36,7 +39,7 @@ def llm(folder, planned):
 
 
 class Watched(Observer):
-    """Receives what a trace receives, and keeps it in order."""
+    """Keeps what a trace receives, in order."""
 
     needs_actions = True
 
@@ -65,7 +68,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     observation.join(watched)
     texts = [prompts()[0] * 12, prompts()[6], prompts()[11] * 8, prompts()[1], prompts()[7] * 3]
     requests, lengths, steps = llm.llm_engine, {}, 0
-    for number, text in enumerate(texts):  # each arrives while the ones before it are computed
+    for number, text in enumerate(texts):  # each arrives while earlier ones are computed
         requests.add_request(f"request {number}", text, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
         requests.step()
     while requests.has_unfinished_requests():
@@ -77,7 +80,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
     trace = tokens_of(llm, folder, before["tokens"])
     assert any(length > 48 for length, _ in lengths.values()), "no prompt had to be cut"
 
-    # The routers' choices, layer by layer; rows after a step's tokens are padding, which a CPU does not have.
+    # The routers' choices, layer by layer. A CPU has no padding rows after a step's tokens.
     for layer in range(LAYERS):
         heard = [of_layer for at, *of_layer in watched.layers if at == layer]
         inputs, weights, ids, actions = (torch.cat(parts) for parts in zip(*heard, strict=True))
@@ -94,7 +97,7 @@ def test_everything_is_recorded_of_requests_in_chunks_and_side_by_side(llm, fold
         assert trace.prefill[rows].tolist() == [True] * prompt + [False] * (answer - 1)
     assert trace.num_tokens == sum(prompt + answer - 1 for prompt, answer in lengths.values())
 
-    # A request alone chooses the same experts, except where two are nearly tied.
+    # A request that runs alone chooses the same experts, except where two are nearly tied.
     llm.reset_prefix_cache()
     llm.generate(texts[2], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
     alone = tokens_of(llm, folder, before["tokens"] + trace.num_tokens)
@@ -158,7 +161,7 @@ def test_what_the_prefix_cache_has_is_not_computed_and_preempted_requests_are(ll
 
 
 def test_prompts_are_recorded(llm, folder, monkeypatch):
-    """Change the settings of the running engine, as if a new one had been started with them."""
+    """Record prompts with the running engine, given the settings of a new one."""
     started, before = [], tokens_of(llm, folder).num_tokens
     monkeypatch.setattr(offline, "LLM", lambda **settings: started.append(settings) or llm)
     texts = [prompts()[0], prompts()[6], prompts()[2]]

@@ -36,7 +36,7 @@ def store_of(kind, **sizes):
 
 
 def device_planned_server(store, budget="50%", policy=None, **options):
-    """Like ``make_server``, but steps need no host; the policy is given as an object or by name."""
+    """Make a server whose device plans; the policy is an object or a name."""
     server = make_server(store, "100%", policy, planning="device", **options)
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     return server
@@ -76,7 +76,7 @@ def check_device_planned(server):
 
 
 def rates_of(ratio):
-    """Measured rates, the host's being a multiple of the link's."""
+    """Replace measured rates: the host's is ``ratio`` times the link's."""
 
     def measured(store, engine, device, worker, measured_for):
         formats = store.experts.formats.values()

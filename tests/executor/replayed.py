@@ -1,4 +1,4 @@
-"""Recorded actions in place of decided ones, so that an answer that depends on them can be repeated."""
+"""Repeat recorded actions, to reproduce an answer that depends on them."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ from vllm_dymoe.planner.precision import Precision
 
 
 def replay(server, actions):
-    """Let a server repeat recorded actions for the same tokens in the same order: uint8 [tokens, layers, top_k].
+    """Let a server repeat recorded actions, uint8 [tokens, layers, top_k].
 
-    An expert that was fetched is fetched again or already resident.
+    It must see the same tokens in the same order. An expert that was fetched is fetched again or already resident.
     """
     serving, done, plan_layer = server.host_planned, [0] * actions.shape[1], server.host_planned._plan
     actions, residency = actions.numpy(), serving.policy.residency

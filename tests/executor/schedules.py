@@ -1,4 +1,4 @@
-"""The real server on a recorded device: every kind of transfer, random steps, and faults."""
+"""The real server on a recorded device, with random steps, transfers and faults."""
 
 import contextlib
 import random
@@ -86,15 +86,16 @@ class RecordedFaults(RecordedStore):
 
 
 class IdleDelivery(CpuDelivery):
-    """Moves bytes like a disk or a link: without using a core."""
+    """Move bytes like a disk or a link, without using a core."""
 
     occupies_cores = False
 
 
 class RecordedPools(SlotPools):
-    """Records all writes into slots: when they are filled, and when others write into freed memory.
+    """Pools that record all writes into slots.
 
-    ``made`` keeps all pools, so that no other memory gets their addresses.
+    Slots are written when they are filled, and when others write into freed memory. ``made`` keeps all pools, so that
+    no other memory gets their addresses.
     """
 
     def __init__(self, history, stream, made, *arguments):
@@ -121,7 +122,10 @@ class RecordedPools(SlotPools):
 
 
 class RecordedParts(Parts):
-    """Recorded memory of a server that computes on a stream, or, if None, on the calling thread."""
+    """Recorded memory of a server that computes on a stream.
+
+    If the stream is None, it computes on the calling thread.
+    """
 
     def __init__(self, history, stream):
         super().__init__(torch.device("cpu"))
@@ -134,7 +138,10 @@ class RecordedParts(Parts):
 
 
 def resize_recorded(server, share):
-    """Resize, unless a read hangs; the next user of the allocator gets the old slots' memory and writes to it."""
+    """Resize, unless a read hangs, and write to the memory of the old slots.
+
+    The next user of the allocator would get that memory.
+    """
     before = list(server.cache.pools.values())
     with contextlib.suppress(ConfigError):
         server.resize(share)
@@ -168,9 +175,12 @@ def make_engine(kind, store, history, turns, timeout, program):
 
 
 def execute(program, kind, turns, history):
-    """Run a program with one kind of transfers; returns the output of each step, None if it failed."""
+    """Run a program with one kind of transfers; return each step's output.
+
+    The output of a step that failed is None.
+    """
     store = RecordedFaults(STORES[program.nested], history, turns, program.faults)
-    # All threads can be blocked only if a read hangs; then virtual time advances.
+    # Virtual time advances only when all threads are blocked, that is when a read hangs.
     engine = make_engine(kind, store, history, turns, 1.0 if program.faults else None, program)
     compute = COMPUTATION if kind in DEVICES else None
     server = make_server(

@@ -37,7 +37,10 @@ class NumberPrecision(PrecisionPolicy):
 
 
 class ByNumber(Exact):
-    """A precision plan that depends only on the expert, so that it is the same for every budget."""
+    """A policy whose precisions depend only on an expert's number.
+
+    So they are the same for every budget.
+    """
 
     low: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
@@ -88,7 +91,7 @@ def random_step(seed, tokens, experts):
 
 
 def forward(server, layer, x, weights, ids, activation=Activation.SILU, **told):
-    """Run one layer of one step; arguments are in vLLM's order."""
+    """Run one layer of one step; the arguments are in vLLM's order."""
     return server.host_planned.forward(Routing(layer, len(server.experts.layers), x, ids, weights, **told), activation)
 
 

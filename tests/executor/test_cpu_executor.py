@@ -1,4 +1,7 @@
-"""One native call per layer gives the bits of the path that fetches by the specification's plan, for all experts."""
+"""One native call per layer gives the same bits as fetching by the plan.
+
+The plan is the specification's, and all kinds of experts are tested.
+"""
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ MIXED = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
 
 
 def both(store, budget="50%", policy=None, low=2, **options):
-    """A server with the CPU executor, and one that fetches as the specification plans."""
+    """Return a server with the CPU executor, and one that fetches by the plan."""
     one_call = make_server(store, budget, policy and policy(), low, **options)
     stepwise = make_server(store, budget, policy and policy(), low, engine=make_engine(store, CPU, 0), **options)
     assert one_call.host_planned.cpu is not None
@@ -96,7 +99,7 @@ def test_versions_that_move_between_steps(store):
 
 
 def random_store(code, dtype=torch.bfloat16, low=None, **more):
-    """Experts of any encoding, with random bytes that are valid for it."""
+    """Return a store of experts of any encoding, with valid random bytes."""
     hidden, inter = (128, 64) if code.lattice else (72, 40)
     make = {code.bits: code} | ({low: GRIDS[low]} if low else {})
     formats = stored_formats(tuple(make), lambda bits: ExpertFormat(hidden, inter, make[bits], 32, dtype, **more))

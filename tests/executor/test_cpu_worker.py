@@ -1,4 +1,7 @@
-"""Misses that the host computes in place, for an emulated device: the same bits at every budget and share."""
+"""Misses that the CPU executes for an emulated device: the same bits at any share.
+
+This holds at every budget.
+"""
 
 import json
 import threading
@@ -44,7 +47,7 @@ needs_library = pytest.mark.skipif(native.load() is None, reason="the native lib
     ("misses", "ratio"), [("compute", 0), ("share", 2), ("share", 3), ("share", 8), ("share", 0.5)]
 )
 def test_no_share_changes_a_bit_in_the_hosts_steps(memory_store, policy, misses, ratio):
-    """With prompts: the host computes rows of cold experts while the link copies the others."""
+    """In prompts the CPU executes rows of cold experts while the link copies others."""
     want = run(with_budget(memory_store, "100%", policy), STEPS)
     for budget in BUDGETS[1:]:
         with rates_of(ratio):
@@ -62,7 +65,10 @@ def test_no_share_changes_a_bit_in_the_hosts_steps(memory_store, policy, misses,
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 3)])
 def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
-    """Through the CPU queue: one thread answers while this one computes hits; large-batch steps fetch."""
+    """One thread answers the CPU queue while this one computes hits.
+
+    Large-batch steps fetch.
+    """
     store, policy = make_store(make_experts(layers=2, nested=nested)), MIXED
     want = run_device_planned(device_planned_server(store, "100%", policy), STEPS)
     for budget in BUDGETS[1:]:
@@ -81,7 +87,10 @@ def test_no_share_changes_a_bit_where_the_device_decides(nested, misses, ratio):
 @needs_library
 @pytest.mark.parametrize(("misses", "ratio"), [("compute", 0), ("share", 8)])
 def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(misses, ratio):
-    """Two experts per step, and none in a step of the whole budget; rows after the tokens belong to no expert."""
+    """The CPU is used for 17 and 19 tokens, but not for 33 or if all are resident.
+
+    Rows after the tokens belong to no expert.
+    """
     store = make_store(make_experts(layers=2, num_experts=24))
     steps = [(seed, seed % 2, rows, tokens) for seed, (rows, tokens) in enumerate([(17, 17), (32, 19), (33, 33)])]
     host, asked = device_planned_server(store, "100%", "exact", low=0), []
@@ -100,7 +109,10 @@ def test_large_batches_whose_misses_the_cpu_executes_run_as_small_ones_in_turn(m
 
 
 def test_small_batches_replace_a_large_one_where_the_estimate_says_so():
-    """Qwen3-30B-A3B with a host at three times the link's rate uses the host; not where hardly any expert misses."""
+    """Qwen3-30B-A3B uses a CPU that executes at three times the link's rate.
+
+    It does not where hardly any expert misses, or where the CPU is too slow.
+    """
     costs = np.array([[20, 0, 0, 0], [0] * 4, [1000, 333, 67, 16]])
 
     def parts(tokens, missing=0.75, costs=costs, experts=128):
@@ -167,7 +179,10 @@ def test_a_layer_that_takes_too_long_beside_the_device_fails_its_step(memory_sto
 
 
 def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_path):
-    """Rates of link and host are measured while both work. Invalid or unreadable ones are measured again."""
+    """Rates are measured while both link and CPU work.
+
+    Invalid or unreadable ones are measured again.
+    """
     kept = tmp_path / "rates.json"
 
     def rates(link_gbps=0.001):
@@ -199,7 +214,10 @@ def test_the_first_starts_measure_rates_and_the_best_is_kept(memory_store, tmp_p
 def test_of_a_wide_step_the_host_computes_experts_of_few_rows_while_the_link_brings_the_others(
     memory_store, misses, ratio, tokens
 ):
-    """Half of the pairs fall on two experts, each with more than `misses_rows` rows; nothing is resident."""
+    """Half of the pairs fall on two experts, each with more than ``misses_rows`` rows.
+
+    Nothing is resident.
+    """
     experts, most = memory_store.experts, tokens // 4
     with rates_of(ratio):
         server = with_budget(
@@ -226,7 +244,7 @@ OF_STEPS = (1, 1, 7, 40) * 4
 
 
 def steps_of_both_layers(experts):
-    """Some steps include an expert of another rank."""
+    """Yield steps, some of which include an expert of another rank."""
     for number, tokens in enumerate(OF_STEPS):
         step = [random_step(2 * number + layer, tokens, experts) for layer in range(2)]
         for _, _, ids in step[number % 3 :]:
@@ -235,7 +253,10 @@ def steps_of_both_layers(experts):
 
 
 def answers(store, budget, policy, ratio, actions=None, **options):
-    """The host's steps with their actions; the device's kernel differs from the host's in the last bits."""
+    """Run host-planned steps; return their outputs and actions.
+
+    The device's kernel differs from the CPU's in the last bits, so outputs depend on the actions.
+    """
     with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
         server = with_budget(store, budget, policy, misses="share", link_gbps=FAST, planning="host", **options)
     server.host_planned.records_actions = True
@@ -252,7 +273,7 @@ def answers(store, budget, policy, ratio, actions=None, **options):
 
 
 def device_planned(store, policy, ratio, folder, **options):
-    """The same with device planning, and the number of experts that the device counted per action."""
+    """Run device-planned steps; return outputs, actions and the device's counts."""
     options |= {"misses": "share", "trace": str(folder)}
     with rates_of(ratio), mock.patch.object(expert_server, "make_kernel", return_value=CpuKernel(isa="torch")):
         server = device_planned_server(store, "50%", policy, **options)
@@ -279,7 +300,7 @@ def all_equal(outs, want):
 @needs_library
 @pytest.mark.parametrize("budget", ["minimum", "100%"])
 def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_store, budget):
-    """The rates have changed since."""
+    """Rates differ between recording and replay."""
     policy = ByNumber(low=frozenset({0, 3}), skipped=frozenset({5}))
     want, actions = answers(memory_store, "50%", policy, 3)
     assert {0, 1, 2, Action.CPU, Action.SKIP, LOW_VERSION + Action.CPU} <= set(actions.flatten().tolist())
@@ -292,7 +313,10 @@ def test_recorded_actions_bring_an_answer_again_that_depends_on_them(memory_stor
     ("nested", "low", "reuse_high"), [(False, 2, True), (False, 2, False), (False, 0, True), (True, 2, True)]
 )
 def test_actions_that_a_device_decided_bring_its_answer_again(nested, low, reuse_high, tmp_path):
-    """In host-planned steps, small batches and large ones: the record of every expert agrees with the counts."""
+    """Actions of small and large batches are replayed in host-planned steps.
+
+    The record of every expert agrees with the device's counts.
+    """
     store = make_store(make_experts(layers=2, nested=nested))
 
     def policy():

@@ -1,7 +1,7 @@
-"""No schedule of small and large batches without the host corrupts a slot, on a recorded device.
+"""No schedule of device-planned steps corrupts a slot, on a recorded device.
 
 A small-batch step, replayed from a graph or launched, is one operation of the computing stream per layer: it reads
-slots, and fills cache slots and staging slots. What it leaves to the host goes through a CPU queue, whose poller and
+slots, and fills cache slots and staging slots. What it leaves to the CPU goes through a CPU queue, whose poller and
 watchdog have their own threads. Large-batch steps in between stream through the staging slots on a stream of their own,
 ahead of computation, and fill and read cache slots; budgets change in between.
 """
@@ -55,7 +55,10 @@ MISSES = ("fetch", "compute", "share") if native.load() else ("fetch",)
 
 
 class RecordedBranch:
-    """Records which work is ordered after which; work is assigned to its ``stream``."""
+    """A branch of a step that records which work is ordered after which.
+
+    Work is assigned to its ``stream``.
+    """
 
     def __init__(self, history):
         self._history, self.stream = history, COMPUTATION
@@ -76,7 +79,7 @@ class RecordedBranch:
 
 
 class RecordedKernels(PlainKernels):
-    """Records the slots that a decode step fills, and the slots that it copies from."""
+    """Record the slots that a decode step fills, and those that it copies from."""
 
     def __init__(self, history, branch, *arguments):
         super().__init__(*arguments)
@@ -131,7 +134,10 @@ class RecordedKernels(PlainKernels):
 
 
 class RecordedLargeBatch(PlainLargeBatch):
-    """Records when a layer's list of copies is written; steps are kept alive, so that no list's address is reused."""
+    """Record when a layer's list of copies is written.
+
+    Steps are kept alive, so that no list's address is reused.
+    """
 
     _all: ClassVar[list] = []
 
@@ -156,7 +162,7 @@ class RecordedLargeBatch(PlainLargeBatch):
 
 
 class NamesExperts(DevicePredictor):
-    """Predicts, after each step, the experts that a program names."""
+    """Predict, after each step, the experts that a program names."""
 
     answers = iter(())
     history, look_ahead = History(), 1
@@ -173,7 +179,7 @@ class NamesExperts(DevicePredictor):
 
 
 class Roomy(Exact):
-    """A policy with two groups of two staging slots, which prefetches what a program names."""
+    """A policy with two groups of two staging slots, and predictions by a program."""
 
     def staging_slots(self, slots):
         return min(4, slots)
@@ -184,7 +190,7 @@ class Roomy(Exact):
 
 
 class ByProgram(AllExperts):
-    """Has a device name experts by a program."""
+    """A predictor whose device's part names experts by a program."""
 
     def __init__(self):
         super().__init__(LAYERS, EXPERTS)
@@ -270,7 +276,7 @@ programs = st.builds(
 
 
 def equal(outputs, program):
-    """Whether all steps that did not fail are right, and few failed."""
+    """Return whether all steps that did not fail are right, and few failed."""
     right = [got is None or torch.equal(got, want) for got, want in zip(outputs, expected(program), strict=True)]
     return all(right) and sum(got is None for got in outputs) <= 2 * LAYERS
 
@@ -285,7 +291,10 @@ def test_no_schedule_corrupts_a_slot(program, seed, restless):
 
 
 def random_program(seed, misses=MISSES[:1]):
-    """Programs of prompts and decode steps that predict and stream; in every other one, steps end in the middle."""
+    """Return a program of prompts and decode steps that predict and stream.
+
+    In every other program a step need not begin with the first layer or run all of them.
+    """
     chosen, tokens = random.Random(seed), (1, 5, 5, PROMPT) if misses[0] != "fetch" else (1, 5, 5, PROMPT, PROMPT)
     layers = [chosen.randrange(LAYERS) if seed % 2 else number % LAYERS for number in range(12)]
     return Program(
@@ -301,7 +310,7 @@ def random_program(seed, misses=MISSES[:1]):
 
 
 def faults(seeds=range(40), misses=MISSES[:1]):
-    """The finding of the first seed that has one, a race or a wrong answer; None if no seed has."""
+    """Return the first race or wrong answer that a seed shows, or None."""
     for seed in seeds:
         history, outputs = History(), None
         with contextlib.suppress(AssertionError):

@@ -1,4 +1,7 @@
-"""The memory that an automatic budget leaves: first of all, the KV cache of the longest request."""
+"""The device memory that an automatic budget leaves.
+
+Above all it leaves room for the KV cache of the longest request.
+"""
 
 import re
 from dataclasses import replace
@@ -25,7 +28,7 @@ SHAPE = StepShape(
 
 
 def free_on(card, utilization=0.92, context=GIB // 2):
-    """Memory that vLLM may use on a card once the dense weights are loaded."""
+    """Return the memory that vLLM may use on a card with the dense weights loaded."""
     return int(card * GIB * utilization) - context - DENSE
 
 

@@ -1,4 +1,7 @@
-"""Device-planned steps whose experts are on disk: a thread brings what they miss, and a failed read fails its step."""
+"""Device-planned steps whose experts are on disk: a thread reads what they miss.
+
+A failed read fails its step.
+"""
 
 import threading
 
@@ -57,7 +60,7 @@ def test_no_budget_changes_a_bit_of_what_comes_from_disk(nested, policy, budget)
 @pytest.mark.parametrize("rows", [2, 30])
 @pytest.mark.parametrize("nested", STORES)
 def test_an_expert_that_cannot_be_read_fails_its_step_and_leaves_no_row(nested, rows):
-    """The kernels go on with other bytes, and nobody is told their answer."""
+    """The kernels continue with other bytes, and their output is discarded."""
     store = FaultyStore(STORES[nested])
     server = device_planned_server(store, "50%", "exact", low=0, link_gbps=50.0)
     table, failures = (
@@ -115,7 +118,7 @@ def test_a_read_that_does_not_end_is_given_up_and_its_memory_is_left_alone():
 
 
 class Poisoned(list):
-    """Places that hold something else as soon as they are free."""
+    """A list of free memory, which overwrites what it is given."""
 
     def append(self, place):
         place.fill_(0x55)
@@ -124,7 +127,7 @@ class Poisoned(list):
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_memory_is_given_back_when_the_device_has_read_it_and_not_before(planted, monkeypatch):
-    """A thread that gives it back with its answer is found."""
+    """The test notices a thread that gives memory back together with its answer."""
     if planted:
         bring = DiskQueue._bring
 
@@ -160,7 +163,7 @@ def test_memory_that_the_device_can_read_needs_no_thread(memory_store):
 
 @pytest.mark.parametrize("room", [2, 5, EXPERTS + 4])
 def test_host_memory_that_holds_a_part_lends_what_it_keeps_until_the_device_asks_again(tmp_path, room):
-    """Also with less than a layer's experts; what stays there is not read again."""
+    """It may hold less than a layer's experts, and what it keeps is not read again."""
     experts = make_experts(layers=LAYERS, num_experts=EXPERTS)
     each = sum(whole_pages(fmt.nbytes) for fmt in experts.formats.values())
     store = HostCache(write(tmp_path, experts), room * each)

@@ -1,6 +1,7 @@
-"""The host waits for the device once before it enqueues a layer's experts: for their numbers.
+"""The host waits once for the device before it enqueues a layer's experts.
 
-Tensors that would be on a device belong to a class that records every operation that needs their values on the host.
+It waits for the experts' numbers. Tensors that would be on a device belong to a class that records every operation
+that needs their values on the host.
 """
 
 from typing import ClassVar
@@ -35,7 +36,7 @@ WAITS |= {"__bool__", "__int__", "__float__", "__index__"}
 
 
 class OnDevice(torch.Tensor):
-    """A tensor whose values only the device has, like all results computed from it."""
+    """A tensor whose values only the device has, as have results computed from it."""
 
     log: ClassVar[list[str]] = []
 
@@ -55,7 +56,7 @@ class OnDevice(torch.Tensor):
 
 
 class Stream(RecordedStream):
-    """The predictions' stream: its results are on the host after a wait."""
+    """The stream of predictions; its results are on the host after a wait."""
 
     def run(self, compute, inputs):
         return super().run(lambda *given: (part.as_subclass(torch.Tensor) for part in compute(*given)), inputs)
@@ -72,7 +73,7 @@ def predictor_file(tmp_path_factory):
 
 
 def serve(policy, tokens, file=None, prompt=None, steps=6):
-    """A server's actions on a device, layer by layer: waits, and when experts were enqueued."""
+    """Return, for each layer, the waits for a device and the launches of experts."""
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     gates = [type(gate)(lambda x, gate=gate: gate.logits(x.float())) for gate in gates]
     model = RoutedModel(LAYERS, EXPERTS, TOP_K, gates, hidden=HIDDEN, predictor=file)
@@ -121,7 +122,7 @@ def test_the_host_waits_once_before_experts_are_enqueued(policy, trained, tokens
 
 @pytest.mark.parametrize(("tokens", "prompts", "most"), [(1, 0, 2), (5, 0, 2), (5, 5, 2), (5, 3, 2)])
 def test_a_policy_that_looks_at_weights_waits_once_more(tokens, prompts, most):
-    """For any number of tokens, in any phase."""
+    """This holds for any number of tokens, in any phase."""
     prompt = None
     if prompts:
         rows = (torch.arange(tokens) < prompts).as_subclass(OnDevice)

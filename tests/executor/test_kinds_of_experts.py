@@ -1,4 +1,4 @@
-"""Unusual experts and layers: without a gate, weighted before computation, and of a draft model."""
+"""Unusual experts: without a gate, weighted before computation, or of a draft."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
     for (seed, layer, tokens), got in zip(STEPS, want, strict=True):
         x, weights, ids = random_step(seed, tokens, experts)
         right = reference(store, Routing(layer, 2, x, ids, weights, **told), activation)
-        # bf16: rounding of the input's product, the inner activation, each expert's output and the sum.
+        # The tolerance is bf16's: rounding the input's product, the inner activation, each expert's output and the sum.
         assert (got.double() - right).norm() / right.norm() < 1e-2
 
 
@@ -93,7 +93,10 @@ def test_the_cpu_worker_of_a_device_multiplies_inputs_as_the_device_does(top_k):
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_drafts_layers_lie_behind_the_models_and_change_none_of_its_bits(tmp_path, in_files):
-    """Draft layers with the index of a model layer get their own numbers; experts keep their owners."""
+    """A draft's layers are numbered after the model's, and experts keep their owners.
+
+    In the checkpoint a draft layer has the index of a model layer.
+    """
     model, draft = make_experts(), make_experts(layers=1)
     parts = [write(tmp_path / name, e) for name, e in (("model", model), ("draft", draft))] if in_files else None
     alone = run(make_server(make_store(model)), STEPS)

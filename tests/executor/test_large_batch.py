@@ -1,4 +1,4 @@
-"""Large-batch steps without the host: the host path's bits, what is enqueued when, and no waits."""
+"""Large-batch steps without the host: same bits, order of launches, and no waits."""
 
 import contextlib
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ class Roomy(Exact):
 
 
 class RoomyDymoe(Dymoe, Roomy):
-    """The same, with two precisions."""
+    """A policy with two precisions and half of its slots as staging slots."""
 
 
 POLICIES = {"exact": (Roomy(), 0), "precisions": (RoomyDymoe(retention=0.5, reuse_high=False), 2)}
@@ -64,8 +64,9 @@ def test_no_budget_changes_a_bit(policy, budget, nested):
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 def test_prompts_have_the_hosts_precisions(high_by):
-    """Prompts together with decoding tokens, each with its own measure; in half of the steps sums of weights are
-    equal, or differ by less than float32 can represent.
+    """Prompts run together with decoding tokens, each with a measure of its own.
+
+    In half of the steps sums of weights are equal, or differ by less than float32 can represent.
     """
     policy = lambda: RoomyDymoe(retention=0.5, reuse_high=False, high_by=high_by)  # noqa: E731
     host, server = make_server(STORES[1], "100%", policy()), device_planned_server(STORES[1], "50%", policy())
@@ -85,7 +86,7 @@ def test_prompts_have_the_hosts_precisions(high_by):
 
 
 def test_an_interrupted_step_leaves_nothing_that_counts():
-    """Experts copied ahead for a layer that does not run are not used by the next step."""
+    """Experts that were copied for a layer that does not run are not used afterwards."""
     server = device_planned_server(STORES[0], "25%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS)
     for number, (seed, layer, tokens) in enumerate(STEPS):
@@ -97,7 +98,7 @@ def test_an_interrupted_step_leaves_nothing_that_counts():
 
 
 def test_a_graph_of_a_layer_holds_for_any_budget():
-    """Captured with every expert resident, and right when none is."""
+    """It is captured with every expert resident, and replayed with none."""
     server = device_planned_server(STORES[0], "100%", Roomy(), low=0)
     want = run(make_server(STORES[0], "100%", Roomy(), low=0), STEPS[:LAYERS])
     for budget in ("100%", "25%", "minimum"):
@@ -111,7 +112,10 @@ def test_a_graph_of_a_layer_holds_for_any_budget():
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_no_step_waits_for_the_device(monkeypatch, captured):
-    """With launches that do nothing only the path's own code is left; only the device knows the ids."""
+    """Launches do nothing here, so that only the path's own code is left.
+
+    Only the device knows the ids.
+    """
 
     class Launches(PlainLargeBatch):
         def plan(self, layer, x, weights, ids, *rest):
@@ -137,8 +141,9 @@ def test_no_step_waits_for_the_device(monkeypatch, captured):
 
 
 class Clocks:
-    """A device's two streams, at ``computing`` and ``copying`` seconds of virtual time, and a step with timed
-    launches.
+    """A device with two streams in virtual time, and a step with timed launches.
+
+    The streams have reached ``computing`` and ``copying`` seconds.
     """
 
     def __init__(self, shape, resident, each, compute, decide):
@@ -184,9 +189,10 @@ class Clocks:
 
 @pytest.mark.parametrize("resident", [16, 32, 64, 96])
 def test_the_link_never_rests_in_a_sweep(resident):
-    """512 tokens through 48 layers of 128 experts at 25 GB/s take at most a twentieth longer than the link alone.
+    """A prompt takes at most a twentieth longer than the link alone.
 
-    A layer is computed in 1.15 ms and planned in 0.1; attention between two layers takes 0.35, as counted for a 4090.
+    It has 512 tokens, in 48 layers of 128 experts at 25 GB/s. A layer is computed in 1.15 ms and planned in 0.1 ms;
+    attention between two layers takes 0.35 ms, as counted for a 4090.
     """
     table = Table.allocate(48, 128, device="cpu")
     shape = LargeBatchShape(512, 8, 128, 1, 8, -(-(128 - resident) // 8))
@@ -204,7 +210,7 @@ def test_the_link_never_rests_in_a_sweep(resident):
 
 
 class Alternating(Clocks):
-    """In which nothing may be copied while anything is computed, or the other way round."""
+    """Clocks that fail if copies and computation overlap."""
 
     def copy(self, group):
         assert not self._sizes.get(group) or self.copying >= self.computing

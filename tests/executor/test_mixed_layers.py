@@ -1,4 +1,4 @@
-"""Layers whose experts have other formats than most: 16 bits, other bits or groups, published floats."""
+"""Layers in several formats: 16 bits, other bits or groups, published floats."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ ALONE = {"low": 0, "misses": "fetch"}
 
 
 def mixed_experts(**sizes):
-    """Seven layers, of which three have 4 bits in groups of 32."""
+    """Return seven layers, of which three have 4 bits in groups of 32."""
     plain = make_experts(layers=7, bits=(4,), num_experts=8, hidden=96, intermediate=64, **sizes)
     usual = plain.formats[4]
     own = {
@@ -47,7 +47,7 @@ def store():
 
 
 def reference(store, layer, x, weights, ids):
-    """In float64, out of the bytes of the store."""
+    """Compute a layer in float64 from the bytes of the store."""
     want = torch.zeros(x.shape, dtype=torch.float64)
     for token, (chosen, gates) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
         for expert, gate in zip(chosen, gates, strict=True):
@@ -77,7 +77,7 @@ def test_no_budget_changes_a_bit_and_the_sum_is_right(store, native, misses, mon
         assert equal(want, run(with_budget(store, budget, low=0, misses=misses), ALL_STEPS)), budget
     for (seed, layer, tokens), got in zip(ALL_STEPS, want, strict=True):
         right = reference(store, layer, *random_step(seed, tokens, EXPERTS))
-        # bf16: rounding the inner activation, each expert's output and the sum.
+        # The tolerance is bf16's: rounding the inner activation, each expert's output and the sum.
         assert (got.double() - right).norm() / right.norm() < 1e-2
 
 
@@ -92,7 +92,7 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(store, policy):
 
 
 def test_a_devices_cpu_worker_tells_layers_of_the_same_bits_apart(store):
-    """4 bits in groups of 32 and of 64, integers and floats, and 16 bits."""
+    """They have 4 bits in groups of 32 and of 64, integers and floats, and 16 bits."""
     want = run(with_budget(store, "100%", **ALONE), ALL_STEPS)
     server = device_planned_server(store, "minimum", low=0, misses="compute")
     assert equal(want, run_device_planned(server, ALL_STEPS))
@@ -109,7 +109,7 @@ def test_an_emulated_link_brings_each_layer_at_its_own_size(store):
 
 
 def test_a_layer_that_is_brought_costs_its_own_bytes(store):
-    """By the device's counts, of a budget that keeps nothing of it."""
+    """The device counts bytes at a budget that keeps nothing of the layer."""
     server = device_planned_server(store, "100%", "on-demand", **ALONE)
     moved = []
     for layer in range(7):
@@ -121,7 +121,7 @@ def test_a_layer_that_is_brought_costs_its_own_bytes(store):
 
 
 def test_layers_of_which_none_has_the_usual_format():
-    """As a stage of a pipeline may have them, and as kernels are tested."""
+    """A pipeline stage can have such layers, and so do the tests of kernels."""
     experts = EXPERTS.of_kind(1)
     assert (experts.layers, experts.formats[4].bits) == ((2,), 16)
     store = random_store(experts, MemoryWriter(experts), seed=1)
@@ -211,7 +211,7 @@ def test_grids_of_other_bits_beside_each_other():
 
 
 def test_down_projections_in_a_format_of_their_own():
-    """Of one layer, and of most; planned by the host and by a device, whose CPU worker tells layers apart."""
+    """One layer has them, or most layers; host and device plan them, and the CPU worker tells layers apart."""
     plain = make_experts(layers=3, bits=(4,), num_experts=8, hidden=96, intermediate=64)
     usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))
     own = {1: replace(usual, down=None), 2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64))}

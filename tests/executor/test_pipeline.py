@@ -1,4 +1,7 @@
-"""The order in which a layer's experts are fetched and computed, with an engine whose arrivals the test decides."""
+"""The order in which a layer's experts are fetched and computed.
+
+The test decides when transfers arrive.
+"""
 
 from dataclasses import replace
 
@@ -87,7 +90,10 @@ class Script:
 
 
 def make(arrives, resident, staging=2, predictor=None, asynchronous=False):
-    """A server of two layers that keep two experts each; some experts are resident."""
+    """Return a server of two layers that keep two experts each, and its engine.
+
+    Some experts are resident.
+    """
     engine = Script({})
     server = make_server(
         STORE, (4 + staging) / 12, ByNumber(staging=staging), low=0, engine=engine, predictor=predictor
@@ -118,7 +124,7 @@ def test_the_link_starts_first_and_each_expert_is_computed_as_its_projections_ar
     assert engine.log == [
         *("ask 2", "ask 3", "compute 1", "compute 0"),
         *as_it_arrives(2),
-        *("ask 4", *as_it_arrives(3)),  # one slot is computed while the other fills
+        *("ask 4", *as_it_arrives(3)),  # the expert in one slot is computed while the other slot fills
         *("ask 5", *as_it_arrives(4), *as_it_arrives(5)),
     ]
 
@@ -130,7 +136,7 @@ def test_what_frees_a_slot_goes_before_the_residents_as_long_as_slots_are_short(
         *("ask 2", "ask 3", "compute 1"),
         *("compute 2", "ask 4"),
         *("compute 4", "ask 5"),  # 3 has arrived, too; either one frees a slot
-        "compute 0 3",  # every expert has a slot: compute the rest together
+        "compute 0 3",  # every expert has a slot, so the rest is computed together
         "compute 5",
     ]
 
@@ -149,7 +155,7 @@ def test_cores_that_copy_take_turns_with_computation():
 
 
 def without_overlap(server):
-    """Let a server fetch like Accelerate."""
+    """Let a server alternate transfers and computation, like Accelerate."""
     server.host_planned.policy = OnDemand(overlap=False)
     server.host_planned.fetcher = Fetcher(server.cache, server.engine, overlaps=server.policy.residency.overlaps)
 
@@ -196,7 +202,10 @@ def test_where_computing_only_enqueues_half_of_what_is_on_its_way_is_one_launch(
 
 
 def test_where_computing_only_enqueues_residents_are_spread_over_the_misses():
-    """If all were enqueued at once, they would precede the work that frees a slot, and block the link."""
+    """Enqueued at once, all residents would precede the work that frees a slot.
+
+    The link would wait meanwhile.
+    """
     server, engine = make({}, resident=[0, 1], asynchronous=True)
     step(server, [0, 1, 2, 3, 4, 5])
     assert [entry for entry in engine.log if not entry.startswith("wait")] == [
@@ -235,7 +244,7 @@ def test_the_next_layer_takes_the_slots_that_this_one_leaves():
 
 
 class KeepsNothing(ByNumber):
-    """Keeps nothing, so predictions may use every slot of the budget."""
+    """A policy that keeps nothing, so that predictions may use every slot."""
 
     @property
     def residency(self):
@@ -248,7 +257,10 @@ class KeepsNothing(ByNumber):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_layer_that_keeps_nothing_hands_its_first_slot_to_the_next_layer_at_once(asynchronous):
-    """DuoServe-MoE 5.3: prefetching starts after the first expert, even if all experts have arrived."""
+    """DuoServe-MoE 5.3: prefetching starts after the first expert.
+
+    This holds even if all experts have arrived.
+    """
     engine = Script({0: 0, 1: 0, 2: 0})
     server = make_server(STORE, 4 / 12, KeepsNothing(), low=0, engine=engine, predictor=Next())
     engine.listen(server.kernel)
@@ -271,7 +283,7 @@ class First(Predictor):
     ],
 )
 def test_a_prompts_first_layer_is_fetched_ahead_of_it(policy, phase, log):
-    """DuoServe-MoE 5.2: the first experts travel while the work before the layer is computed."""
+    """DuoServe-MoE 5.2: experts travel while the work before the layer is computed."""
     engine = Script({3: 0, 4: 0, 5: 0})
     server = make_server(STORE, 4 / 12, policy, low=0, engine=engine, predictor=First())
     server.host_planned.begin_step(phase)

@@ -1,4 +1,7 @@
-"""Every policy, planned by an emulated device: the bits of `exact`, without waits for the host."""
+"""Every policy, planned by an emulated device, has the bits of ``exact``.
+
+No step waits for the host.
+"""
 
 import pytest
 import torch
@@ -49,7 +52,7 @@ def test_every_policy_has_the_bits_of_exact(policy, budget, exact):
 
 @pytest.mark.parametrize("policy", NAMES_EXPERTS)
 def test_predicted_experts_are_hits_where_the_link_has_brought_them(policy, exact):
-    """Without an emulated rate all predictions arrive in time; on a link too slow for any, none does."""
+    """Without an emulated rate all predictions arrive in time, on a slow link none."""
     server = device_planned_server(STORE, "25%", policy, low=0)
     run_device_planned(server, STEPS)
     stats = server.stats()
@@ -81,7 +84,7 @@ def test_predictions_evict_nothing_and_leave_slots_for_experts_of_several_tokens
 
 @pytest.mark.parametrize("policy", ON_DEVICE)
 def test_no_policy_waits_for_the_device(policy, monkeypatch):
-    """With launches that do nothing, and values that only the device has."""
+    """Launches do nothing here, and only the device has the values."""
     monkeypatch.setattr(PlainKernels, "forward", lambda self, table, layer, rows, plan, x, *_, **__: x)
     monkeypatch.setattr(PlainKernels, "list_predicted", lambda *_: None)
     monkeypatch.setattr(PlainKernels, "copy_predicted", lambda *_: None)

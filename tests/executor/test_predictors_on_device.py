@@ -1,4 +1,4 @@
-"""Gates and trained networks that name experts in steps which an emulated device plans."""
+"""Gates and trained networks that predict experts in device-planned steps."""
 
 from dataclasses import replace
 from functools import cache, cached_property
@@ -44,7 +44,7 @@ TOKENS = 1, 1, 2, 20, 1, 16, 3, 1, 1, 1
 
 
 class Steady(Exact):
-    """Prefetches in every step, whatever the time that it takes."""
+    """A policy that prefetches in every step, whatever time that takes."""
 
     def staging_slots(self, slots):
         return min(8, slots)
@@ -56,7 +56,10 @@ class Steady(Exact):
 
 
 def routed_steps(tokens=TOKENS, seed=0):
-    """Steps whose routers choose by a residual stream that changes little, as (layer, x, weights, ids)."""
+    """Return steps (layer, x, weights, ids) whose routers agree from layer to layer.
+
+    They choose by a residual stream that changes little.
+    """
     generator, steps = torch.Generator().manual_seed(seed), []
     for count in tokens:
         x = torch.randn(count, HIDDEN, generator=generator)
@@ -69,7 +72,7 @@ def routed_steps(tokens=TOKENS, seed=0):
 
 
 def few():
-    """Small batches alone."""
+    """Return only small batches."""
     return [step for step in routed_steps() if len(step[1]) <= SMALL_BATCH_ROWS]
 
 
@@ -129,7 +132,10 @@ def test_no_prediction_changes_a_bit(kind, budget, exact):
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKES if kind not in ("next gates", "linear+input, far")])
 def test_the_device_names_what_the_host_would_name(kind):
-    """Counts of predicted, needed and correct experts are those of the same predictor on the host."""
+    """The counts are those of the same predictor on the host.
+
+    They are counts of predicted, needed and correct experts.
+    """
     server = device_planned_server(STORE, "25%", Steady(), low=0, predictor=MAKES[kind]())
     steps = few()
     host = Measured(MAKES[kind]())
@@ -151,7 +157,7 @@ def test_the_device_names_what_the_host_would_name(kind):
 
 @pytest.mark.parametrize("kind", ["next gate", "linear+input"])
 def test_more_arrives_in_time_by_looking_two_layers_ahead(kind):
-    """Where all has arrived that there are slots for: then a layer's experts are asked for twice."""
+    """Each layer's experts are predicted twice, and all that have a slot arrive."""
     useful = []
     for other in (kind, {"next gate": "next gates", "linear+input": "linear+input, far"}[kind]):
         server = device_planned_server(STORE, "25%", Steady(), low=0, predictor=MAKES[other]())
@@ -193,7 +199,7 @@ def test_a_predictor_that_is_dropped_fetches_nothing_more(exact):
 
 @pytest.mark.parametrize(("options", "kind"), [({}, "fetch"), ({"misses": "compute"}, "compute")])
 def test_slices_of_nested_versions_are_fetched(options, kind):
-    """At two precisions, where an expert's base may be there and its residual slice not."""
+    """At two precisions, an expert's base may be resident without its residual slice."""
     policy = Dymoe(retention=0.5, high_by="depth", reuse_high=False)
     want = make_server(NESTED, "100%", policy)
     expected = [forward(want, *step) for step in routed_steps()]
@@ -243,7 +249,7 @@ def test_a_predictor_is_made_where_it_is_asked_and_is_in_the_budget():
 
 
 def test_steps_that_do_not_pay_are_dropped_between_steps(monkeypatch):
-    """By a clock on which a step with prefetch takes longer."""
+    """On this test's clock, a step with prefetch takes longer."""
     now = [0.0]
     monkeypatch.setattr(expert_server, "StepPace", lambda: StepPace(lambda: now[0]))
     server = device_planned_server(STORE, "25%", DuoServe(), low=0, predictor=MAKES["next gate"]())
@@ -260,7 +266,7 @@ def test_steps_that_do_not_pay_are_dropped_between_steps(monkeypatch):
 
 @pytest.mark.parametrize("kind", MAKES)
 def test_no_predictor_waits_for_the_device(kind, monkeypatch):
-    """With launches that do nothing and numbers that only the device has."""
+    """Launches do nothing here, and only the device has the numbers."""
     nothing = {"forward": lambda self, table, layer, rows, plan, x, *_, **__: x}
     nothing |= dict.fromkeys(("judge_predicted", "list_predicted", "copy_predicted"), lambda *_: None)
     for name, does in nothing.items():
@@ -274,7 +280,7 @@ def test_no_predictor_waits_for_the_device(kind, monkeypatch):
 
 
 def test_a_policy_with_gates_is_made_from_a_model():
-    """As a server makes it: by the policy, with the gates of a model."""
+    """A server makes it like this: from the policy, with the gates of a model."""
     model = RoutedModel(LAYERS, EXPERTS, SHAPE.top_k, gates=FLOATS, hidden=HIDDEN)
     for policy in (Exact(), Firm(), Dymoe(retention=1)):
         server = device_planned_server(STORE, "25%", policy, low=0, predictor=policy.prefetch.make(model))

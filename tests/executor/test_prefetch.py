@@ -1,4 +1,4 @@
-"""A predictor in the server: counted, called at the right moment, and harmless when wrong."""
+"""A predictor in a server: counted, called in time, and harmless when wrong."""
 
 import random
 import time
@@ -69,7 +69,7 @@ def test_naming_only_what_is_not_wanted_changes_neither_values_nor_the_cache_nor
 
 
 class Names(Predictor):
-    """Predicts one expert; the test sets the size of its weights."""
+    """A predictor that names one expert; the test sets the size of its weights."""
 
     nbytes = property(lambda self: self._nbytes)
 
@@ -181,7 +181,10 @@ def test_what_was_computed_to_warm_up_is_not_counted():
 
 @pytest.mark.parametrize("budget", ["100%", "50%"])
 def test_hits_of_a_layer_are_counted_when_its_predictor_hears_of_it(budget):
-    """FIRM-MoE Eq. 11 counts what the layer found on the device, not what the layer before it left there."""
+    """FIRM-MoE Eq. 11 counts what the layer found on the device.
+
+    It does not count what the layer before it left there.
+    """
     heard = []
 
     class Hears(Names):

@@ -1,4 +1,4 @@
-"""Prefetching never changes a value, never takes a slot from a demanded fetch, and stops where it does not help."""
+"""Prefetching changes no value, takes no slot from demand, and stops if too slow."""
 
 import random
 from dataclasses import dataclass, field
@@ -31,7 +31,10 @@ STEPS = [(seed, seed % 4, (1, 1, 7, 40)[seed // 4 % 4]) for seed in range(48)]
 
 
 class HostPredictions(Predictor):
-    """Predicts random experts of random layers: some twice, some resident already, some of layers that have run."""
+    """Predict random experts of random layers.
+
+    Some are named twice, some are resident already, and some belong to layers that have run.
+    """
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -90,7 +93,7 @@ class Ahead:
         return self.fetcher.start(layer, expert, Precision.HIGH, Reason.DEMAND)
 
     def give_back(self, fetches):
-        """Finish a layer as a step does, which has received all bytes by then."""
+        """Finish a layer like a step that has received all bytes."""
         for fetch in fetches:
             fetch.ticket.state = State.DONE
             if not fetch.complete:
@@ -128,8 +131,9 @@ def make_ahead(slots=6, staging=2, projections=3):
     ids=["one in the other", "two versions", "skipped"],
 )
 def test_experts_are_fetched_ahead_in_the_precision_that_their_layer_will_want(low, nested, fetched):
-    """Of two experts predicted for the last of four layers, t keeps one; without a stored low version nothing is
-    fetched.
+    """Two experts are predicted for the last of four layers, which wants one high.
+
+    Without a stored low version, the other is not fetched.
     """
     store = make_store(make_experts(layers=4, nested=nested))
     server = with_budget(
@@ -244,7 +248,10 @@ def test_a_part_of_an_expert_is_in_time_when_it_has_arrived():
 
 
 def test_another_precision_than_the_one_that_was_fetched_is_not_used():
-    """A high version could serve a low request, but then a prediction would decide what is computed."""
+    """A high version that was predicted does not serve a low request.
+
+    It could, but then a prediction would decide what is computed.
+    """
     ahead = make_ahead()
     ahead.prefetcher.offer(0, candidates(3))
     ahead.prefetcher.fill()
@@ -260,8 +267,9 @@ def test_cores_that_copy_have_no_idle_link():
 
 
 class Slow(Predictor):
-    """Predicts two experts after some seconds, one of them rightly; on a side stream it takes the seconds at the
-    start.
+    """A predictor that takes some seconds to name two experts, one of them rightly.
+
+    On a side stream the time passes when it begins.
     """
 
     def __init__(self, wait, seconds=0.0, later=False):
@@ -284,7 +292,10 @@ class Slow(Predictor):
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_predictions_that_hide_less_than_they_take_become_rare_in_their_phase_alone(later, waits):
-    """Unless the layer waits afterwards for the link, which was busy while the host predicted."""
+    """They stay frequent if the layer then has to wait for the link.
+
+    In that case the link was busy while the host predicted.
+    """
     now = 0.0
 
     def wait(seconds):
@@ -331,7 +342,7 @@ def test_any_sequence_gives_every_slot_back(data):
                     ahead.cache.evict(layer, victims[0])
                     ahead.fetcher.keep(fetch)
                 held.append(fetch)
-            ahead.give_back(held)  # a layer is computed before the next one is routed
+            ahead.give_back(held)  # a layer is finished before the next one is routed
             held.clear()
         elif action == "give way":
             free = ahead.cache.pools[Precision.HIGH].free

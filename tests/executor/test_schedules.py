@@ -1,8 +1,8 @@
-"""No schedule corrupts a slot: the real server on a recorded device, with a happens-before check of every access.
+"""No schedule corrupts a slot of the real server, on a recorded device.
 
-The history shows whether a slot is read before its bytes are complete, or rewritten before its last reader, in any
-interleaving that locks and events allow; the outputs show whether the bytes were right. Planted faults prove that the
-test finds each of these.
+A happens-before check of every access shows whether a slot is read before its bytes are complete, or rewritten before
+its last reader, in any interleaving that locks and events allow; the outputs show whether the bytes were right. Planted
+faults prove that the test finds each of these.
 """
 
 import contextlib
@@ -56,15 +56,19 @@ def check(program, outputs, history):
 @settings(max_examples=120, deadline=None)
 @given(programs, st.sampled_from(KINDS), st.integers(0, 2**32), st.sampled_from((0.1, 0.5, 1.0)))
 def test_no_schedule_corrupts_a_slot(program, kind, seed, restless):
-    """No schedule disturbs a capture either. After a read that fails or never ends, nothing is captured: the start
-    ends.
+    """No schedule disturbs a capture either.
+
+    After a read that fails or never ends nothing is captured, because the start ends.
     """
     history, program = History(), replace(program, faults={}) if program.captures else program
     check(program, execute(program, kind, DeterministicThreads(history, seed, restless), history), history)
 
 
 def random_program(seed):
-    """A program that prefetches and streams, with wrong predictions and occasional failing reads."""
+    """Return a program that prefetches and streams.
+
+    Some predictions are wrong, and some reads fail.
+    """
     chosen = random.Random(seed)
     layers = [number % LAYERS for number in range(9)]
     return Program(
@@ -81,7 +85,7 @@ def random_program(seed):
 
 
 def races(kind, seeds=range(60)):
-    """The first race that a seed shows; None if no seed shows one."""
+    """Return the first race that a seed shows, or None."""
     for seed in seeds:
         history = History()
         # The server's own checks may notice, too; this test ignores them.
@@ -173,7 +177,7 @@ def a_staging_buffer_is_reused_too_early(monkeypatch):
 
 
 def a_failed_step_forgets_what_it_has_read(monkeypatch):
-    """A bug that this check found: a computation that failed between two projections had read the first one."""
+    """This check found the bug: a computation failed after it had read one projection."""
 
     def let_go(self):
         held = [*self._computing, *self._ready, *self._arriving]
@@ -198,7 +202,7 @@ def the_first_copy_waits_for_nothing_but_what_was_there_before_the_slots(monkeyp
 
 
 def slots_are_freed_while_predictions_are_on_their_way(monkeypatch):
-    """An abandoned read is not waited for, and the server wrongly treats its slot as free."""
+    """Do not wait for an abandoned read, and treat its slot as free."""
 
     def clear(self):
         self._candidates.clear()

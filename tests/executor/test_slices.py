@@ -1,4 +1,4 @@
-"""Nested low versions in the server: what moves, what stays, and that no bit changes."""
+"""Nested low versions in the server: what moves, what stays, and the same bits."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,10 @@ def make_server(bits=(4, 2), budget="50%", store=None, high=1.0, **options):
 
 
 def step(server, layer=0, **plan):
-    """Run one token whose experts are listed by precision, high=[...], low=[...]; returns the bytes moved."""
+    """Run one token; return the bytes moved.
+
+    Its experts are listed by precision: high=[...], low=[...].
+    """
     precisions = {expert: Precision(precision) for precision, experts in plan.items() for expert in experts}
     server.policy.plan.clear()
     server.policy.plan.update(precisions)
@@ -104,7 +107,10 @@ def test_a_promotion_that_is_not_kept_loses_neither_version():
 
 
 def test_a_version_that_is_there_is_read_as_it_is_wanted():
-    """Without reuse a low expert is computed from its base alone, and nothing moves for it."""
+    """Without reuse a low expert is computed from its base alone.
+
+    Nothing moves for it.
+    """
     server = make_server(budget="100%", policy="dymoe", policy_options={"retention": 0.5, "reuse_high": False})
     server.cache.table.reuse_high[:] = False
     seen = []
@@ -140,9 +146,12 @@ def test_a_slice_that_cannot_be_read_costs_no_slot():
 )
 @pytest.mark.parametrize("lent", [(HI, LO), (HI,), (LO,)], ids=str)
 def test_where_no_staging_slot_comes_back_kept_slices_make_room(wanted, lent):
-    """Slices whose reads never end: a residual slice gives up only its own slot, a base also its residual slice's."""
+    """No read ends, so a slice must give up its slot.
+
+    A residual slice gives up only its own slot, a base also that of its residual slice.
+    """
     server, roomy = make_server(budget="50%", high=0.5), make_server(budget="100%")
-    for _ in range(3):  # so hot that others only pass through
+    for _ in range(3):  # so hot that others are streamed
         step(server, high=[0, 1])
         step(server, high=[2], low=[3])
     pools = [server.cache.pools[precision] for precision in lent]
@@ -164,7 +173,7 @@ def test_where_no_staging_slot_comes_back_kept_slices_make_room(wanted, lent):
 
 
 class Ahead:
-    """What a prefetcher hands over to layer 0."""
+    """A prefetcher that has fetched slices for layer 0."""
 
     frees_slots_early, intervals = False, {}
 
@@ -196,8 +205,9 @@ class Ahead:
 )
 @pytest.mark.parametrize("budget", ["60%", "minimum"])
 def test_slices_that_were_fetched_ahead_come_in_any_order(slices, budget):
-    """A base may have been evicted by a demanded fetch, or arrive last; an expert with half its slices waits for no
-    other.
+    """A base may have been evicted by a demanded fetch, or arrive last.
+
+    An expert with half its slices waits for no other.
     """
     server = make_server()
     server.resize(server.minimum_budget if budget == "minimum" else budget)

@@ -1,4 +1,7 @@
-"""Steps without the host: the bits of host-planned steps, at every budget and on either path."""
+"""Steps without the host have the bits of host-planned steps at every budget.
+
+This holds for small and for large batches.
+"""
 
 from types import SimpleNamespace
 
@@ -48,7 +51,7 @@ def test_no_budget_and_no_path_changes_a_bit(memory_store, nested_store, policy,
 
 
 def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
-    """Each path has its own state; they agree as long as both have planned the same steps."""
+    """Each has a threshold of its own; they agree after the same steps."""
     steps = [(number, layer, 1 + number % 3) for number in range(40) for layer in range(2)]
     host, device = (Dymoe(retention=0.5, reuse_high=False) for _ in range(2))
     want = run(make_server(memory_store, "100%", host), steps)
@@ -63,8 +66,9 @@ def test_a_device_and_the_host_move_one_threshold_alike(memory_store):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_experts_is_decided_and_computed(kind):
-    """Published floats with a step precision, lattice codes, and experts without a gate, whose gate section is
-    empty.
+    """Published floats, lattice codes, and experts without a gate.
+
+    Published floats have a low version on a grid. Without a gate, its section is empty.
     """
     store, activation = store_of(kind)
     high, tags = max(store.experts.formats), [fmt.encoding.tag for fmt in store.experts.formats.values()]
@@ -205,7 +209,7 @@ def test_what_the_device_decides_by_is_a_part_of_the_budget(memory_store):
 
 
 def test_weights_of_skipped_experts_are_handed_on_from_the_next_step(memory_store):
-    """It is a value: a captured graph goes on."""
+    """The switch is a value on the device, so a captured graph stays valid."""
     options = {"retention": 0.5, "high_by": "depth", "reuse_high": False}
     server = device_planned_server(memory_store, "50%", "dymoe", low=0, policy_options=options)
     assert equal(run_device_planned(server, STEPS[:5]), run(make_server(memory_store, policy=MIXED, low=0), STEPS[:5]))

@@ -4,9 +4,10 @@ import threading
 
 
 def on_two_ranks(run):
-    """Return what ``run(rank, agree)`` returns on each rank, and the number of agreements.
+    """Return the results of ``run(rank, agree)`` on two ranks, and the agreements.
 
-    ``agree`` returns the minimum of both ranks' values, and fails if they differ in length.
+    ``agree`` returns the minimum of both ranks' values, and fails if they differ in length. The third result is the
+    number of agreements.
     """
     barrier, said, found, asked = threading.Barrier(2), [[], []], [None, None], []
 

@@ -1,4 +1,4 @@
-"""Seeded damage to bytes, to JSON, and to safetensors files whose header stays readable."""
+"""Damage to bytes, to JSON, and to safetensors files, all of it by seed."""
 
 import json
 import random
@@ -12,7 +12,7 @@ ODD = (
 
 
 def damaged(data, rng):
-    """Bytes with a few of them changed, cut off, repeated or inserted."""
+    """Return a copy of bytes with a few changed, cut off, repeated or inserted."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         at, how = rng.randrange(len(found) + 1), rng.randrange(6)
@@ -33,7 +33,7 @@ def damaged(data, rng):
 
 
 def odd(value, rng):
-    """Return a copy of a JSON value with one node exchanged, removed, added or moved."""
+    """Return a copy of a JSON value with one node replaced, removed, added or moved."""
     nodes = list(_nodes(value))
     if not nodes or rng.random() < 0.02:
         return rng.choice(ODD)
@@ -59,7 +59,10 @@ def odd(value, rng):
 
 
 def odd_text(value, rng):
-    """A mutated value as JSON text, sometimes invalid, or too deep or too long for a parser."""
+    """Mutate a value and return it as JSON text.
+
+    Sometimes the text is invalid, or too deep or too long for a parser.
+    """
     if rng.random() < 0.03:
         return rng.choice(("[" * 20_000, '{"a":' * 20_000, "9" * 6000, "", "null", "\ufeff{}", "[1,2", '"'))
     changed = value
@@ -70,7 +73,7 @@ def odd_text(value, rng):
 
 
 def odd_file(data, rng):
-    """A safetensors file with damage anywhere, or with a wrong header."""
+    """Damage a safetensors file anywhere, or give it a wrong header."""
     if rng.random() < 0.4:
         return damaged(data, rng)
     length = int.from_bytes(data[:8], "little")

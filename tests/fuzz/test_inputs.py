@@ -1,7 +1,7 @@
-"""Damaged or forged stores, checkpoints, options, predictors and traces are refused with a sentence.
+"""Damaged or forged input files are refused with a sentence.
 
-``FUZZ_INPUTS=1000000 pytest tests/fuzz -n 8`` tries more of them. Every input follows from its number, which a failure
-reports: ``one("options", 4711, folder)`` repeats it.
+These are stores, checkpoints, options, predictors and traces. ``FUZZ_INPUTS=1000000 pytest tests/fuzz -n 8`` tries more
+of them. Every input follows from its number, which a failure reports: ``one("options", 4711, folder)`` repeats it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.trace.trace import Trace, TraceError
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "10000"))
-PARTS = 4  # of each kind, to run in as many processes
+PARTS = 4  # tests for each kind, so that several processes share the work
 SECONDS = 20  # limit for one input; the slowest takes far less than a second
 QUANTIZED = (
     {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "dynamic": {"-:.*x": {}}},
@@ -57,7 +57,7 @@ def snapshot(folder):
 
 
 def exchanged(folder, files, rng, choose=None):
-    """Write files, one of them changed; returns the contents of the folder."""
+    """Write files with one of them changed."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -154,7 +154,10 @@ def too_long(*_):
 
 
 def one(kind, number, folder, whole=None):
-    """Try an input by its number; returns whether it was accepted, and raises anything but a refusal."""
+    """Try an input by its number; return whether it was accepted.
+
+    Refusals return False; all other errors are raised.
+    """
     make, attempt, refusals = KINDS[kind]
     if whole is None:
         (folder / "whole").mkdir()

@@ -1,6 +1,7 @@
-"""Triton kernels run on a GPU or in Triton's interpreter, which must be enabled before triton is imported.
+"""Run Triton kernels on a GPU or in Triton's interpreter.
 
-So test_interpreter.py runs the files named test_triton_* in processes of their own; this process does not collect them.
+The interpreter must be enabled before triton is imported. So test_interpreter.py runs the files named test_triton_* in
+processes of their own; this process does not collect them.
 """
 
 import os
@@ -22,7 +23,10 @@ collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test
 
 
 def pytest_collection_modifyitems(items):
-    """Keep the part that TEST_PART names. Files named on the command line are always collected."""
+    """Keep only the part that TEST_PART names.
+
+    Files named on the command line are always collected.
+    """
     part, parts = map(int, os.environ.get("TEST_PART", "0 1").split())
     items[:] = items[part::parts]
     for item in items:

@@ -1,4 +1,7 @@
-"""Faults to plant into `make gpu` on the host, by name; its parts exist to find each of them."""
+"""Faults to plant into `make gpu` on the host, by name.
+
+The command's parts exist to find them.
+"""
 
 
 def plant(name):
@@ -7,7 +10,7 @@ def plant(name):
 
 
 def _reused_slot():
-    """Half of a fetched expert keeps the slot's previous bytes."""
+    """Let half of a fetched expert keep the slot's previous bytes."""
     from vllm_dymoe.cache.transfer.cuda import CudaStreams
 
     copy, written = CudaStreams.copy, set()
@@ -21,14 +24,17 @@ def _reused_slot():
 
 
 def _old_input():
-    """A graph reads the inputs of its capture, because nothing updates them."""
+    """Let a graph read the inputs of its capture, which nothing updates."""
     from parts.decided import DevicePlannedSteps
 
     DevicePlannedSteps.step = lambda self, x: (self._replay(), self._seen)[1]
 
 
 def _no_fetches():
-    """A budget without effect: everything is resident before the first step, so that equal bits prove nothing."""
+    """Let a budget have no effect, so that equal bits prove nothing.
+
+    Everything is resident before the first step.
+    """
     from vllm_dymoe.server import ExpertServer
 
     ExpertServer.stats = lambda self, stats=ExpertServer.stats: _without_misses(stats(self))

@@ -1,11 +1,11 @@
-"""The measurements of `make gpu` and `make bench-gpu` at their true sizes, with launches and copies that do nothing.
+"""Measure like `make gpu` and `make bench-gpu` at true sizes, without computing.
 
     python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
 
-The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FILE receives the
-part's results; the times of "server, ..." and of prompts with device planning are the host's time per layer. Device
-numbers mean nothing. With `few` a model has few experts of true size: creating views of a thousand slots for each of
-twenty servers takes minutes, but the host's times are those for 128.
+Launches and copies do nothing. The host replaces the card, and memory is mapped but not written, so only the host's own
+work remains. FILE receives the part's results; the times of "server, ..." and of prompts with device planning are the
+host's time per layer. Device numbers mean nothing. With `few` a model has few experts of true size: creating views of a
+thousand slots for each of twenty servers takes minutes, but the host's times are those for 128.
 """
 
 import sys
@@ -42,7 +42,7 @@ HOST: list[float] = []
 
 
 class OfTheHost(Recorder):
-    """Report the host's time for a layer in place of the whole step's."""
+    """Report the host's time for a layer instead of the whole step's."""
 
     def speed(self, name, unit, measured, bound, share, remark=""):
         super().speed(name, unit, 1e6 * median(HOST) if HOST else measured, bound, share, remark)
@@ -77,7 +77,7 @@ for name in ("normal_", "uniform_", "mul_", "copy_"):
 torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
 torch.mm = lambda a, b: a
 kernel_speeds.ProcessPoolExecutor = decode.ProcessPoolExecutor = host_card.Inline
-decode.check = decode.check_alone = lambda launch: []  # of launches that do nothing
+decode.check = decode.check_alone = lambda launch: []  # launches do nothing, so their results are not checked
 kernel_speeds.seconds.__defaults__ = (0.0,)
 speeds.pinned_store = decode.pinned_store = prompts.pinned_store = lambda model, bits: MemoryStore(model.at(bits))
 kernel_speeds.TOKENS = kernel_speeds.TOKENS[::3]

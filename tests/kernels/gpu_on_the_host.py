@@ -1,6 +1,7 @@
-"""`make gpu` with the host in place of the card: the whole command with its processes, at small sizes.
+"""Run `make gpu` with the host instead of a card, in small sizes.
 
-test_gpu_command.py runs it with Triton's interpreter. PLANTED may name a fault to plant.
+This is the whole command with its processes. test_gpu_command.py runs it with Triton's interpreter. PLANTED may name a
+fault to plant.
 """
 
 import os
@@ -52,7 +53,7 @@ sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
-if "short" not in sys.argv:  # a launch in the interpreter takes a second; one part shows that the server launches them
+if "short" not in sys.argv:  # a launch in the interpreter takes a second, so only one part's server uses Triton
     expert_server.make_kernel = lambda device, *arguments, **options: make_kernel("cpu", *arguments)
     decode_as_launches(setattr, host_card.capturing)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)

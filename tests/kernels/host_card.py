@@ -1,4 +1,4 @@
-"""The host in place of a card: the processor executes torch.cuda's calls immediately.
+"""The host in place of a card: it executes torch.cuda's calls immediately.
 
 Streams execute in the order of their calls, so tests with it cannot show that events order work correctly. Graphs work
 as in CUDA: what was computed during the capture is computed again, from the same addresses and into the same addresses,
@@ -94,7 +94,7 @@ class Graph:
 
 
 class graph:  # noqa: N801 - as in torch.cuda
-    """Captures only on its own thread, because operations of other threads do not belong to this stream."""
+    """Capture only calls of its own thread, because other threads use other streams."""
 
     def __init__(self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> None:
         self._graph = graph
@@ -120,7 +120,7 @@ _SERVER = SimpleNamespace(cudaHostRegister=lambda *arguments: 0, cudaHostUnregis
 
 
 def _captured_launches() -> None:
-    """Launches of Triton's interpreter become operations of a graph, too."""
+    """Make launches of Triton's interpreter operations of a graph."""
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
@@ -136,7 +136,7 @@ def _captured_launches() -> None:
 
 
 def capturing() -> list[Launch] | None:
-    """The operations that the running capture has recorded so far."""
+    """Return the operations that the running capture has recorded so far."""
     return _CAPTURES[-1]._graph.steps if _CAPTURES else None
 
 
@@ -186,7 +186,10 @@ class Inline:
 
 
 def put_in_place() -> OnTheHost:
-    """Install the replacements for the rest of this process; the caller keeps the mode that is entered here."""
+    """Install the replacements for the rest of this process.
+
+    The caller keeps the returned mode, which stays active.
+    """
     for name, value in CARD.items():
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -31,7 +31,7 @@ ACTIVATIONS = (
 
 
 SIZES = {
-    # In smaller ones a single rounding is the whole result; test_torch_experts.py tests those matrices one at a time.
+    # In smaller matrices one rounding dominates the result; test_torch_experts.py tests those one at a time.
     "hidden": st.integers(30, 150),
     "intermediate": st.integers(30, 150),
     "group_size": st.sampled_from([32, 64, 128, 256]),
@@ -43,10 +43,10 @@ MIXED = SIZES | {"activation": st.sampled_from(ACTIVATIONS), "seed": st.integers
 
 
 def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
-    """Check that experts with and without tokens match the reference, and that other rows stay unchanged.
+    """Check that experts with and without tokens match the reference.
 
-    ``work_of`` converts an expert, rows and pairs to work; ``compute`` maps work and a number of rows to [rows,
-    hidden], which is NaN where nothing was written.
+    Rows of no pair must stay unchanged. ``work_of`` converts an expert, rows and pairs to work; ``compute`` maps work
+    and a number of rows to [rows, hidden], which is NaN where nothing was written.
     """
     tokens, count = len(x), len(experts)
     work = [
@@ -55,7 +55,7 @@ def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):
     out = compute([*work, work_of(experts[0], [], [])], tokens * count).view(tokens, count, -1).cpu()
     for i, (expert, rows) in enumerate(zip(experts, chosen, strict=True)):
         want = expert_reference(x[rows].cpu(), expert.gate, expert.up, expert.down, activation)
-        # Squares of random results may overflow the dtype, which is not the kernel's fault.
+        # The square of an activation may overflow the dtype, which is not the kernel's fault.
         assume(not rows or want.abs().max() < torch.finfo(x.dtype).max)
         error = (out[rows, i].double() - want).norm() / want.norm()
         assert not rows or error < tolerance, expert.up.format.encoding.name
@@ -114,8 +114,9 @@ def random_expert(
     act_order=False,
     gate=True,
 ) -> PackedExpert:
-    """An expert of [hidden] -> [intermediate] -> [hidden] with a code or a number of bits; only integers have an
-    order.
+    """Return an expert with random weights: [hidden] -> [intermediate] -> [hidden].
+
+    ``encoding`` may be a number of bits. Only integers have an order of columns.
     """
     encoding = encoding if isinstance(encoding, Encoding) else encoding_of(encoding)
     act_order = act_order and encoding.bits < 16 and not (encoding.floats or encoding.lattice)

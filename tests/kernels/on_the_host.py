@@ -1,4 +1,4 @@
-"""Runs code that is written for a card on machines without one."""
+"""Run code that is written for a card on machines without one."""
 
 import torch
 from torch.overrides import TorchFunctionMode

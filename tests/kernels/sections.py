@@ -26,7 +26,7 @@ from vllm_dymoe.kernels.triton import (
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
-# Three roundings (the dequantized weight of a tile, the inner activation, the result), at 8 and 11 bits.
+# Three roundings at 8 and 11 bits: the dequantized weights of a tile, the inner activation, the result.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -51,7 +51,7 @@ def make_scratch(floats=1 << 16, held=float("nan")):
 
 
 def decode(x, table, work, rows, tile=STRIP, activation=Activation.SILU, weighting=None):
-    """Run both decode launches; returns the result of gate and up, and the output."""
+    """Run both decode launches; return the result of gate and up, and the output."""
     scratch = make_scratch()
     hidden = poisoned(work.positions, table.shape.intermediate, dtype=x.dtype)
     decode_gate_up(x, hidden, table, work, activation, tile, scratch)
@@ -62,7 +62,7 @@ def decode(x, table, work, rows, tile=STRIP, activation=Activation.SILU, weighti
 
 
 def grouped(x, table, work, rows, tile=TILE, activation=Activation.SILU, place=lambda _: _):
-    """The same in grouped launches; `place` moves the tensors that they write."""
+    """Do the same with grouped launches; ``place`` moves the tensors they write."""
     hidden = place(poisoned(work.positions, table.shape.intermediate, dtype=x.dtype))
     grouped_gate_up(x, hidden, table, work, activation, tile)
     out = place(poisoned(rows, table.shape.hidden, dtype=x.dtype))
@@ -75,7 +75,7 @@ some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
 
 
 class Experts:
-    """Random experts of one shape: one packed expert each, the bits of each, and the expected results."""
+    """Random experts of one shape: packed bytes, their bits, and expected results."""
 
     def __init__(self, shape, bits, seed=0):
         self.shape, self.bits = shape, list(bits)
@@ -105,7 +105,10 @@ def _joined(parts):
 
 
 def work_list(tokens_by_expert, top_k, step=2):
-    """Work items of at most `step` positions. tokens_by_expert lists (token, k) for each expert of the table."""
+    """Make work items of at most ``step`` positions.
+
+    ``tokens_by_expert`` lists (token, k) for each expert of the table.
+    """
     items, rows, pairs = [], [], []
     for expert, chosen in enumerate(tokens_by_expert):
         first = len(rows)
@@ -117,9 +120,10 @@ def work_list(tokens_by_expert, top_k, step=2):
 
 
 def at_the_edge(tensor):
-    """A copy whose last byte is the last of mapped memory: one load or store beyond it kills the process.
+    """Copy a tensor so that its last byte is the last of mapped memory.
 
-    Works in the interpreter, which performs exactly the loads and stores that a mask allows, one address at a time.
+    One load or store beyond it kills the process. This works in the interpreter, which performs exactly the loads and
+    stores that a mask allows, one address at a time.
     """
     if not tensor.nbytes:
         return tensor.clone()
@@ -133,7 +137,10 @@ def at_the_edge(tensor):
 
 
 def sections_at_the_edge(experts, copies):
-    """A table of experts whose sections all end at the end of mapped memory; `copies` keeps the sections alive."""
+    """Make a table of experts whose sections all end at the end of mapped memory.
+
+    ``copies`` keeps the sections alive.
+    """
 
     def addresses(parts):
         copies.extend(at_the_edge(_joined([part])) for part in parts)
@@ -149,7 +156,7 @@ def sections_at_the_edge(experts, copies):
 
 
 def run_backwards(monkeypatch):
-    """From now on the interpreter runs a launch's last program first."""
+    """Make the interpreter run a launch's last program first from now on."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     def mirrored(*place):
@@ -159,7 +166,10 @@ def run_backwards(monkeypatch):
 
 
 def count_loads(monkeypatch, memory):
-    """From now on, count how often kernels load each byte of a tensor: int [nbytes], for the interpreter."""
+    """Count from now on how often kernels load each byte of a tensor: int [nbytes].
+
+    Works in the interpreter.
+    """
     from triton.runtime import interpreter
 
     counts, start, load = np.zeros(memory.nbytes, dtype=int), memory.data_ptr(), interpreter._interpreter.load

@@ -70,9 +70,9 @@ def test_an_expert_takes_the_bits_that_are_published(book, bits):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"group_size": 64}, "group_size is 64, expected one of 32"),
-        ({"integer_zeros": True}, "mxfp4, which supports neither zeros nor an order"),
-        ({"act_order": True}, "mxfp4, which supports neither zeros nor an order"),
+        ({"group_size": 64}, "group_size is 64"),
+        ({"integer_zeros": True}, "neither zeros nor an order"),
+        ({"act_order": True}, "neither zeros nor an order"),
     ],
 )
 def test_formats_that_do_not_exist(arguments, sentence):

@@ -1,4 +1,4 @@
-"""Compiled code of the weighted sum: every product is rounded by itself, on every architecture."""
+"""Compiled code of the weighted sum rounds every product, on every architecture."""
 
 # ruff: noqa: N803
 import re
@@ -19,7 +19,7 @@ from vllm_dymoe.kernels.triton.decode import add_experts  # noqa: E402
 def last_sum_kernel(
     out, weights, computed, partials, semaphores, ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """The end of a decode step's last launch: the sum of a token's experts, and no other multiplication."""
+    """End a decode step: sum a token's experts, with no other multiplication."""
     add_experts(out, weights, computed, partials, semaphores, tl.program_id(1), tl.program_id(0), ROWS, TOP_K, SPLIT)
 
 
@@ -27,7 +27,7 @@ def last_sum_kernel(
 def fused_sum_kernel(
     out, weights, computed, partials, semaphores, ROWS: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """A product that is added immediately."""
+    """Compute a product that is added immediately."""
     tl.store(out, tl.load(partials) * tl.load(weights) + tl.load(partials + 1))
 
 
@@ -77,9 +77,10 @@ def alone():
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_nor_where_a_decode_step_ends_although_its_compiler_may_fuse(alone, architecture):
-    """Fusing is allowed for products with weights; in the sum of experts a select stands between product and sum.
+    """In the sum of experts a select separates each product from its addition.
 
-    From sm_100 on products are packed in pairs, where single lines do not show what is added to what.
+    Fusing is allowed for products with weights. From sm_100 on products are packed in pairs, where single lines do not
+    show what is added to what.
     """
     variant, fused = alone
     assert [line for line in fused(variant("last_sum", architecture)) if not _rounds_once_anyway(line)] == []
@@ -87,5 +88,8 @@ def test_nor_where_a_decode_step_ends_although_its_compiler_may_fuse(alone, arch
 
 
 def _rounds_once_anyway(line):
-    """A product to which zero is added, which starts a sum; and a constant, which is zero times zero plus itself."""
+    """Return whether a fused line adds zero to a product, or loads a constant.
+
+    A product plus zero starts a sum; a constant is zero times zero plus itself.
+    """
     return re.search(r"(0f00000000;|\bRZ ;)$|-?RZ, RZ, ", line) is not None

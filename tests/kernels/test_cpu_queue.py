@@ -1,4 +1,4 @@
-"""The handshake of a CPU queue: every interleaving of its model, and two processes over shared memory.
+"""The handshake of a CPU queue: all interleavings of a model, and two processes.
 
 tests/executor/test_device_planned_schedules.py checks the order of accesses to the real memory.
 """
@@ -32,7 +32,10 @@ POSTS = 3
 
 @dataclass(frozen=True)
 class State:
-    """The state of device, poller, watchdog and memory; an entry records whose x and whose rows it contains."""
+    """The state of device, poller, watchdog and memory.
+
+    An entry records whose x and whose rows it contains.
+    """
 
     entries: tuple = ((0, 0), (0, 0), (0, 0), (0, 0))
     posted: int = 0
@@ -83,7 +86,7 @@ class Handshake:
 
     def watchdog(self, state):
         number = state.answered // 2 + 1
-        if state.posted >= number:  # at any time: waiting time implies no order
+        if state.posted >= number:  # at any time, because a timeout orders nothing
             yield replace(state, answered=2 * number + 1, given_up=state.given_up | {number})
 
     def steps(self, state):
@@ -95,7 +98,10 @@ class Handshake:
 
 
 def explore(handshake):
-    """Visit every reachable state; returns the error of the first bad one or None, and the number of states."""
+    """Visit every reachable state.
+
+    Returns the error of the first bad state, or None, and the number of states.
+    """
     seen, left = {State()}, [State()]
     while left:
         state = left.pop()
@@ -118,14 +124,14 @@ def explore(handshake):
 
 
 class StoredAnswer(Handshake):
-    """An answer is stored instead of exchanged, so one that comes too late counts."""
+    """An answer is stored, not compared and exchanged, so a late one counts."""
 
     def answer(self, state, number, seen):
         return replace(state, answered=2 * number)
 
 
 class OneAnswer(Handshake):
-    """Done is a flag without a number, as if the device waited for a constant."""
+    """An answer is a flag without a number, as if the device waited for a constant."""
 
     def device(self, state):
         if state.device[0] == "wait" and state.answered > 2 * (state.device[1] - 1) + 1:
@@ -137,7 +143,10 @@ class OneAnswer(Handshake):
 
 
 class OneEntry(Handshake):
-    """All requests share an entry: an abandoned request's rows overwrite those of another."""
+    """All requests share an entry.
+
+    Rows of an abandoned request overwrite those of another one.
+    """
 
     depth = 1
 
@@ -187,7 +196,10 @@ def shape_of(experts):
 
 
 def answer(queue, slices):
-    """The poller's process; it was forked after the experts were mapped, so they have the same addresses."""
+    """Run the poller, in a process of its own.
+
+    It was forked after the experts were mapped, so they have the same addresses.
+    """
     torch.set_num_threads(1)
     cpu_queue = SharedQueue(slices.experts, queue)
     cpu_queue._activation = Activation.SILU
@@ -206,7 +218,7 @@ def shared_queue(experts):
 
 
 def plan_of(store, layer, ids):
-    """Leave every expert of the step to the host."""
+    """Return a plan that leaves every expert of the step to the CPU."""
     experts, chosen = store.experts, sorted({int(expert) for expert in ids.flatten()})
     plan = LayerPlan.allocate(len(ids), experts.top_k, experts.num_experts, "cpu")
     plan.count.fill_(len(chosen))
@@ -220,7 +232,7 @@ def plan_of(store, layer, ids):
 
 
 def computed_here(store, layer, x, ids):
-    """Compute the rows of all pairs in this process."""
+    """Compute the rows of all pairs in this process, and return them."""
     beside, out = CpuWorker(1, 0, 16), torch.empty(ids.numel(), x.shape[1], dtype=x.dtype)
     grouped = group_by_expert(ids.numpy())
     plan = LayerPlan.of_experts(grouped, [view_in_store(store, layer, expert, (4,)) for expert in grouped.experts])
@@ -241,7 +253,10 @@ def random_posts(experts, count=40):
 
 @needs_library
 def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
-    """Real kernels over shared memory; then the poller is killed halfway, and every later wait still ends."""
+    """Every wait ends, even after the poller is killed halfway.
+
+    Real kernels run over shared memory.
+    """
     torch.set_num_threads(1)
     store = make_store(make_experts(layers=2))
     queue, experts = shared_queue(store.experts), store.experts
@@ -270,7 +285,7 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
         assert not answers[-1] or torch.equal(out, want)
     assert cpu_queue.failed
     assert len(said) == 1
-    for _ in range(20):  # the rest of the step
+    for _ in range(20):  # the remaining layers of the step
         post_plain(cpu_queue.queue, cpu_queue.turn, layer, x, ids, plan)
         assert not collect_plain(cpu_queue.queue, cpu_queue.turn, out, plan.computed)
     assert time.monotonic() - begun < 20
@@ -282,7 +297,7 @@ def test_another_process_answers_with_the_same_bits_and_a_kill_ends_no_wait():
 @needs_library
 @pytest.mark.parametrize("spins", [True, False])
 def test_threads_that_spin_and_threads_that_sleep_give_the_same_bits(spins, monkeypatch):
-    """Three threads, more than there may be cores; between some posts they have time to fall asleep."""
+    """Three threads, perhaps more than cores, have time to sleep between some posts."""
     monkeypatch.setattr(cpu_worker, "_SPIN_NS", 2_000_000)
     store = make_store(make_experts(layers=2, hidden=256, intermediate=192))
     experts = store.experts

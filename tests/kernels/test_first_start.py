@@ -1,6 +1,6 @@
-"""The kernels that the first call compiles, seen by a driver and a compiler that do nothing: no GPU, no interpreter.
+"""The kernels that the first call compiles, without a GPU or the interpreter.
 
-Triton's own runtime is real here: it decides what must be compiled for a launch.
+Driver and compiler do nothing, but Triton's own runtime is real: it decides what must be compiled for a launch.
 """
 
 import json

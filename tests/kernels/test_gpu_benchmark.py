@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu that need no GPU, and its messages where there is none."""
+"""The parts of benchmarks/gpu that need no GPU, and its messages without one."""
 
 import json
 from contextlib import nullcontext
@@ -61,7 +61,7 @@ def test_work_and_bound(layers):
 
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
 def test_fetched_experts_are_launched_at_their_true_sizes(gpu_folder, layers, monkeypatch, architecture):
-    """With launches that do nothing; arguments that wrappers refuse here they would refuse on a card."""
+    """Launches do nothing here; wrappers refuse the same arguments as on a card."""
     import kernel_speeds
 
     launched = []
@@ -211,7 +211,7 @@ def test_some_variants_compile_as_the_table_says(compile_table, variants, archit
 
 
 def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressions(variants):
-    """A single product with different rounding is found."""
+    """The test notices a single product that is rounded differently."""
     import flow
     import machine_code
 
@@ -228,19 +228,22 @@ def test_a_kernel_that_fetches_and_a_token_beside_another_have_the_same_expressi
     fetching, plain = set(found()[:2]), set(found()[2:])
     assert plain == {right} != fetching
     codes[True] = codes[False] + "mul.f32 %r8, %r1, %r2;\nadd.f32 %r9, %r3, %r8;\n"
-    with pytest.raises(ValueError, match=r"lets ptxas choose whether a product is rounded: add\.f32 %r9"):
+    with pytest.raises(ValueError, match=r"add\.f32 %r9"):
         found()
-    # Pairs, as sm_120 has them, on the machine that runs it.
+    # Packed pairs, as sm_120 has them: a product with 2 is exact, so it does not matter whether it is rounded.
     for factor, left in (("0f3F800001", True), ("0f40000000", False)):
         product = f"mul.f32x2 %rd1, {factor}, 0f3F800001;\nadd.f32x2 %rd2, %rd1, 0f3F800000;\nret;"
         codes[True] = product.join(codes[False].rsplit("ret;", 1))
-        with pytest.raises(ValueError, match=r"'mxfp4', 'device'\): ptxas may choose") if left else nullcontext():
+        with pytest.raises(ValueError, match="ptxas may choose") if left else nullcontext():
             assert found()[0] == right
 
 
 @pytest.mark.parametrize("bits", [16, 4, 32, 256], ids=["16 bits", "4 bits", "MXFP4", "E8"])
 def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_folder, bits):
-    """The interpreter cannot find this: in compiled code gates were constants, and all decoded values were zero."""
+    """Compiled code once treated gates as constants, so that decoded values were zero.
+
+    The interpreter cannot find this.
+    """
     from launched import plain_launches, wrong_numbers
 
     assert wrong_numbers(some for some in plain_launches() if some[1].encoding.tag == bits) == []

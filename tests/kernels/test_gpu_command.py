@@ -1,4 +1,7 @@
-"""`make gpu` from start to end with the host in place of the card, and its messages when something is wrong."""
+"""`make gpu` from start to end with the host in place of the card.
+
+Its messages when something is wrong are tested, too.
+"""
 
 import dataclasses
 import json
@@ -64,7 +67,10 @@ def on_the_host(folder, *parts, planted=None, path=None):
 
 
 def test_it_runs_to_its_end(tmp_path):
-    """All parts, with a sanitizer that finds nothing and without vLLM (tests/e2e covers that part)."""
+    """All parts run, with a sanitizer that finds nothing, and without vLLM.
+
+    tests/e2e covers the part that needs vLLM.
+    """
     done, results, readme = on_the_host(tmp_path, path=sanitizer(tmp_path))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert done.stderr == ""
@@ -96,7 +102,7 @@ def test_it_runs_to_its_end(tmp_path):
 
 @pytest.mark.parametrize(("part", "speeds"), [("speeds", 33), ("decode", 46), ("prompts", 16), ("layers", 51)])
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
-    """Sizes that split a down projection in four, which the small ones above do not."""
+    """True sizes split a down projection in four, which the small ones above do not."""
     pytest.importorskip("triton")
     found = tmp_path / "found.jsonl"
     command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found), "few"]
@@ -197,7 +203,7 @@ def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsy
 
 
 def test_the_named_packages_are_enough(gpu):
-    """Besides torch and its dependencies, the parts import only these dependencies of the plugin."""
+    """Besides torch's, the parts need only the dependencies that the command names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
     absent = sorted(ours - {"torch", *gpu._PACKAGE} | {"vllm", "transformers", "prometheus_client"})

@@ -1,4 +1,7 @@
-"""Runs test_triton_*.py in Triton's interpreter, in processes of their own; on a GPU pytest runs them itself."""
+"""Run test_triton_*.py in Triton's interpreter, in processes of their own.
+
+On a GPU pytest runs them itself.
+"""
 
 import os
 import subprocess

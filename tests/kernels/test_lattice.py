@@ -1,4 +1,4 @@
-"""Lattice codes: their codebook, their bytes, the rotation, and the kernels' results."""
+"""Lattice codes: codebook, bytes, rotation, and the kernels' results."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ CODES = (torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 2) & 3).to(torch.
 
 
 def test_every_eight_codes_are_a_point_of_their_own_of_a_moved_e8():
-    """Points of E8 minus a quarter: half-integers with an even sum, or integers with an odd sum."""
+    """A point minus a quarter has half-integers of even sum, or integers of odd sum."""
     found = points(CODES)
     left = found - 0.25
     doubled = (2 * left).round()
@@ -23,7 +23,7 @@ def test_every_eight_codes_are_a_point_of_their_own_of_a_moved_e8():
     halves = doubled.long() % 2
     assert bool((halves.sum(1) % 8 == 0).all())
     assert torch.equal((left.sum(1) + halves[:, 0]) % 2, torch.ones(len(left)))
-    # The codebook contains all points near some of its points, which makes it E8 and no coarser lattice.
+    # Neighbours at E8's smallest distance are in the codebook, so it is no coarser lattice.
     smallest = torch.cdist(found[:512].double(), found.double()).sort(1).values[:, 1]
     torch.testing.assert_close(smallest, torch.full_like(smallest, 2**0.5))
 
@@ -48,7 +48,10 @@ def test_rotations_change_no_product(size):
 
 
 def number(section, width, r, c):
-    """The value of a section's code at a row and column, with its point's parity."""
+    """Return the value of a section's code at a row and column.
+
+    It includes the parity of the code's point.
+    """
 
     def encoding(row):
         half, q, e = row % 64 // 32, c % 64 // 32, row % 32

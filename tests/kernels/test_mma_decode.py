@@ -1,6 +1,6 @@
-"""Decode on tensor cores: compiled for a card, and run on the host, against float64 and its plain twin.
+"""Decode on tensor cores against float64 and its plain twin.
 
-Gluon has no interpreter, so what runs here is the PTX that the installed Triton makes.
+Gluon has no interpreter, so what runs here, on the host, is the PTX that the installed Triton makes for a card.
 """
 
 import re
@@ -43,7 +43,7 @@ def host():
 
 
 def as_its_twin(launch, ran):
-    """Distance from the plain twin, relative to it."""
+    """Return the relative distance from the plain twin."""
     strip = 32 if launch.encoding is FP8 else min(launch.group, ran.expert.up.format.group_size, 64)
     if launch.encoding is STEPS[2]:
         strip = min(launch.group, 128)
@@ -121,14 +121,14 @@ def another_level(ptx):
 
 
 def no_rest(ptx):
-    """Without what the operands' offset adds taken away: its product with ones is lost."""
+    """Leave out the product that subtracts the offset of the operands' encoding."""
     lines, found = ptx.splitlines(), [at for at, line in enumerate(ptx.splitlines()) if "mma.sync" in line]
     del lines[found[0]]
     return "\n".join(lines)
 
 
 def another_row(ptx):
-    """With fragments of the wrong rows."""
+    """Swap fragments, so that rows are wrong."""
     return re.sub(r"(mma\.sync\S+\s+\{[^}]*\}, \{ )(\S+), (\S+),", r"\1\3, \2,", ptx)
 
 
@@ -142,7 +142,7 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
 
 
 def early_uses(host, changed=str):
-    """What down's programs use of what launches write, before they wait for gate and up."""
+    """Return what down uses of launches' results before it waits for gate and up."""
     memory = host.Host(90, changed)
     ran = host.ran(host.Launch(STEPS[4], 3, **host.SHARED, tensor_cores=8, dependent=True), memory)
     assert ran.error < host.TOLERANCE
@@ -156,7 +156,10 @@ def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(hos
 
 
 def test_the_reader_multiplies_fragments_as_the_isa_says(host):
-    """One mma of one warp, whose fragments are written out here lane by lane, as in PTX ISA 9.7.14.5.8."""
+    """One mma of one warp, whose fragments are written lane by lane here.
+
+    They are laid out as in PTX ISA 9.7.14.5.8.
+    """
     loads = "\n".join(f"ld.global.b32 %r{n}, [%rd1+{128 * n}];" for n in range(6))
     sums = "\n".join(f"ld.global.b32 %r{n}, [%rd1+{128 * n}];" for n in range(6, 10))
     stores = "\n".join(f"st.global.b32 [%rd1+{128 * n}], %r{n + 4};" for n in range(6, 10))

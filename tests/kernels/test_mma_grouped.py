@@ -33,7 +33,7 @@ def host():
 
 
 def from_rounded_weights(launch, ran):
-    """Relative distance from float32 sums with weights rounded to 16 bits."""
+    """Return the relative distance from float32 sums with weights of 16 bits."""
 
     def products(x, packed):
         sums = x.float() @ dequantize(packed).to(x.dtype).float().T

@@ -1,4 +1,7 @@
-"""The planner in C++ gives the specification's plan, scores and thresholds, bit for bit."""
+"""The planner in C++ gives the specification's plan and state, bit for bit.
+
+The state is that of scores and thresholds.
+"""
 
 import ctypes
 from dataclasses import fields
@@ -77,7 +80,7 @@ def check_step(planner, table, layer, ids, weights, *, large=False, marks=None):
 
 
 def action_of_each(actions, ids, experts):
-    """The action for each expert, from any of its pairs."""
+    """Return the action of each expert, which all of its pairs share."""
     return np.array([int(actions[ids == expert][0]) for expert in experts], np.uint8)
 
 
@@ -108,7 +111,7 @@ def test_any_steps_are_planned_alike(steps, low, high, retention, high_by, reuse
     planner = NativePlanner(table)
     for layer, tokens, seed, large, marked in steps:
         ids, weights = random_step(seed, tokens)
-        if seed % 3 == 0 and tokens > 2:  # a request's own numbers must not affect any statistic
+        if seed % 3 == 0 and tokens > 2:  # rows that are not finite must not affect any statistic
             weights[0, seed % TABLE_TOP_K] = (float("nan"), float("inf"), -float("inf"), 1e9)[seed % 4]
         if seed % 5 == 0:  # after one step it is as hot as a never-used expert was before
             score = np.random.default_rng(seed).choice([0, AGED_TO_ONE_USE], table.score.shape)
@@ -121,7 +124,7 @@ def test_any_steps_are_planned_alike(steps, low, high, retention, high_by, reuse
 @pytest.mark.parametrize("costs", sorted(COSTS))
 @pytest.mark.parametrize("batch", [1, 6])
 def test_recorded_routing_is_planned_alike(costs, batch):
-    """Real routers have favourites, so layers keep those and evict the rest."""
+    """Real routers have favourites, so layers keep some experts and evict the rest."""
     quotas = {LOW: [4] * LAYERS, HIGH: [6] * LAYERS}
     table = make_table(quotas, policy=Dymoe(retention=0.5), experts=RECORDED_EXPERTS, costs=COSTS[costs], top_k=TOP_K)
     planner, steps = NativePlanner(table), 0

@@ -1,4 +1,4 @@
-"""A launch that is repeated: what the driver gets from the second time on."""
+"""A repeated launch: what the driver receives from the second time on."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Compiled:
 
 
 class Kernel:
-    """Told of launches that go the usual way; ``found`` is what they return."""
+    """A kernel that records usual launches, each of which returns ``found``."""
 
     def __init__(self, found, arg_names=("x", "out", "list", "count", "KIND", "SIZE")):
         self.found, self.arg_names, self.usual = found, arg_names, []

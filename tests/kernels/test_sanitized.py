@@ -1,4 +1,4 @@
-"""Checks that the library of ``make sanitize``, with which the other tests run, reports a fault."""
+"""The library of ``make sanitize``, with which other tests run, reports a fault."""
 
 import os
 import subprocess

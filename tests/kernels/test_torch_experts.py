@@ -1,4 +1,4 @@
-"""Matrices larger than one block of dequantization, and outputs larger than a chunk of combine."""
+"""Matrices larger than a block of dequantization, outputs larger than a chunk."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import combine, dequantize, torch_experts
 from vllm_dymoe.kernels.torch_experts import linear
 
-# One rounding of the result to 8 and to 11 bits of mantissa; sums are float32.
+# The result is rounded once, to 8 or 11 bits of mantissa; sums are float32.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 # Seven blocks of rows, two at a time; the last block is incomplete.
@@ -42,7 +42,7 @@ def test_the_smallest_matrices_are_rounded_once(rows, columns, bits):
     packed = random_packed(MatrixFormat(rows, columns, encoding_of(bits), 32, torch.bfloat16))
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     want = F.linear(x.double(), dequantize(packed, torch.float64))
-    # Half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
+    # The tolerance is half a unit in the last place of bfloat16, and float32 sums of at most 70 terms of size 1.
     torch.testing.assert_close(linear(x, packed).double(), want, rtol=2**-8, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The kernels' gated activations against their plain twins, for the whole range of inputs."""
+"""The kernels' gated activations against their plain twins, for all inputs."""
 
 import pytest
 import torch
@@ -25,5 +25,5 @@ def test_far_beyond_the_clamps(activation):
     gated_kernel[(1,)](gates.to(DEVICE), ups.to(DEVICE), out, constants(activation), gates.numel())
     gates, ups = gates.double(), ups.double()
     want = activation.gated(gates, ups) if activation.has_gate else activation.alone(ups)
-    # float32 throughout, and products reach 600; a constant with one digit fewer fails.
+    # All is float32, and products reach 600. A constant with one digit fewer fails.
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-5, atol=1e-5)

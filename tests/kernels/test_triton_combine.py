@@ -1,4 +1,7 @@
-"""The weighted sum of a token's experts in Triton equals the plain loop bit for bit, whatever absent rows contain."""
+"""The weighted sum of experts in Triton equals the plain loop bit for bit.
+
+This holds whatever absent rows contain.
+"""
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ NAN = float("nan")
 
 
 def plain_loop(out, weights, absent):
-    """One token and one expert at a time: the result that every device must give."""
+    """Add one token's experts one at a time: the result that all devices must give."""
     tokens, top_k = weights.shape
     total = torch.zeros(tokens, out.shape[1])
     for token in range(tokens):
@@ -27,7 +30,7 @@ def plain_loop(out, weights, absent):
 
 
 def plain_weights(weights, ids, skipped):
-    """Weights of skipped experts, moved to the token's other experts."""
+    """Move the weights of skipped experts to the token's other experts."""
     weights = weights.clone()
     for token, row in enumerate(ids.tolist()):
         here = stays = torch.tensor(0.0)
@@ -96,7 +99,10 @@ def test_it_is_the_plain_loop_to_the_last_bit(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_rounded_before_they_are_added(dtype):
-    """A fused multiply-add would keep what the first product's rounding discards: here, the whole result."""
+    """A fused multiply-add would keep what the first product's rounding discards.
+
+    Here that is the whole result.
+    """
     weights = torch.tensor([[1.0 + 2.0**-23, 1.0]])
     first = torch.tensor([[1.0 + 2.0**-7]]).to(dtype)
     out = torch.cat((-first, (weights[0, 0] * first.float()).to(dtype)))
@@ -126,7 +132,7 @@ def test_ties_are_rounded_to_even(dtype, bits):
 
 
 def test_one_launch_for_a_layer_and_no_other_operation():
-    """Cost of a step of 2048 tokens; it used to take 55 thousand torch operations."""
+    """A step of 2048 tokens once took 55 thousand torch operations."""
     started = []
     pairs = Pairs(
         torch.ones(2048 * 8, 64, device=DEVICE).bfloat16(), torch.ones(2048, 8, device=DEVICE), None, None, False

@@ -1,4 +1,7 @@
-"""The launches of a CPU queue against their plain twins, and a whole step with the native library."""
+"""The launches of a CPU queue against their plain twins, and whole steps.
+
+Whole steps run with the native library.
+"""
 
 import pytest
 import torch
@@ -32,7 +35,10 @@ def make_queue(hidden):
 
 @pytest.mark.parametrize(("nested", "hidden"), [(False, 72), (True, 70)])
 def test_post_and_collect_are_their_plain_twins(nested, hidden):
-    """Compare every byte of the ring; a step that leaves nothing to the host posts nothing and does not wait."""
+    """Every byte of the ring is compared.
+
+    A step that leaves nothing to the CPU posts nothing and does not wait.
+    """
     queues = make_queue(hidden), make_queue(hidden)
     turns = [torch.tensor([0, 0, queue.address]) for queue in queues]
     table = make_table({LOW: [3, 3], HIGH: [3, 3]}, nested=nested, costs=COSTS["share"])
@@ -65,7 +71,7 @@ def test_post_and_collect_are_their_plain_twins(nested, hidden):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_ask_and_take_are_their_plain_twins(nested):
-    """Every byte of the ring, of the table and of the plan; some experts cannot be read."""
+    """Every byte of ring, table and plan is compared; some experts cannot be read."""
     queues = make_queue(72), make_queue(72)
     turns = [torch.tensor([0, 0, queue.address]) for queue in queues]
     tables = [make_table({LOW: [3, 3], HIGH: [3, 3]}, nested=nested, staging=2) for _ in queues]
@@ -115,7 +121,10 @@ def test_steps_whose_experts_come_from_disk_have_the_bits_of_steps_from_memory(n
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_step_with_a_cpu_queue_is_the_step_without_one(nested, monkeypatch):
-    """Rows from the host differ in the last bits, as from another kernel; all others keep their bits."""
+    """Rows from the CPU differ in the last bits; all others are the same.
+
+    The CPU has another kernel.
+    """
     monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
     store = make_store(make_experts(layers=2, nested=nested))
     want, outs = [], []

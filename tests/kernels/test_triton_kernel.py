@@ -90,7 +90,7 @@ def test_tokens_decide_the_class():
     [(2048, 64, MINIMUM_WORKSPACE_BYTES, 150), (64, 2048, MINIMUM_WORKSPACE_BYTES, 150), (640, 2048, 32 << 20, 600)],
 )
 def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_bytes, experts):
-    """Programs that share sums need partial sums and semaphores, and either may be the scarcer one."""
+    """Split sums need partial sums and semaphores, and either may run out first."""
     kernel, expert = make_kernel(workspace_bytes), random_expert(hidden, intermediate, 4)
     work = [work_of(expert, [0, 1, 2, 3], [0, 1, 2, 3])] * experts
     x, started = random_x(4, hidden), []
@@ -107,7 +107,7 @@ def test_what_runs_together_fits_the_workspace(hidden, intermediate, workspace_b
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_projections_are_received_before_they_are_launched(count):
-    """Gate and up are computed in one launch, for few tokens and for many."""
+    """Gate and up share a launch, for few tokens and for many."""
     kernel, events, x = make_kernel(), [], random_x(1, 64)
     step, ((grouped, some),) = prepared(kernel, x, [work_of(random_expert(64, 64, 4), [0] * count, [0] * count)])
     kernel.launch(
@@ -120,11 +120,11 @@ def test_projections_are_received_before_they_are_launched(count):
 @pytest.mark.parametrize(
     ("second", "sentence"),
     [
-        ({"group_size": 64}, "different group sizes: 32, 64"),
-        ({"intermediate": 96}, "different intermediate sizes: 64, 96"),
-        ({"bias": True}, "projections with and without a bias"),
-        ({"steps": True}, "the same bits with and without integer zeros or a column order"),
-        ({"act_order": True}, "the same bits with and without integer zeros or a column order"),
+        ({"group_size": 64}, "different group sizes"),
+        ({"intermediate": 96}, "different intermediate sizes"),
+        ({"bias": True}, "without a bias"),
+        ({"steps": True}, "integer zeros or a column order"),
+        ({"act_order": True}, "integer zeros or a column order"),
     ],
 )
 def test_experts_that_disagree_are_refused(second, sentence):
@@ -137,12 +137,12 @@ def test_experts_that_disagree_are_refused(second, sentence):
 
 @pytest.mark.parametrize("flag", ["steps", "act_order"])
 def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
-    """A kernel is compiled for all later calls, so it would read these matrices like the others."""
+    """A kernel is compiled once, and would read these matrices like announced ones."""
     announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
     kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     compute_experts(kernel, random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
-    with pytest.raises(ValueError, match="the same bits with and without integer zeros or a column order"):
+    with pytest.raises(ValueError, match="integer zeros or a column order"):
         compute_experts(kernel, random_x(1, 64), [work_of(other, [0], [0])], out, Activation.SILU)
 
 
@@ -151,7 +151,7 @@ def test_wrong_activations_are_refused():
     out = torch.zeros(1, 64, dtype=torch.float16, device=DEVICE)
     with pytest.raises(TypeError, match=r"x is torch.float32"):
         compute_experts(make_kernel(), random_x(1, 64).float(), work, out.float(), Activation.SILU)
-    with pytest.raises(TypeError, match=r"packed for torch.bfloat16.*but x is torch.float16"):
+    with pytest.raises(TypeError, match=r"x is torch.float16"):
         compute_experts(make_kernel(), random_x(1, 64).half(), work, out, Activation.SILU)
 
 

@@ -1,4 +1,7 @@
-"""The programs around a large-batch step against their plain twin: every list, bit for bit."""
+"""The programs around a large-batch step give the lists of their plain twin.
+
+They are compared bit for bit.
+"""
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from vllm_dymoe.policies.exact import Exact
     st.booleans(),
 )
 def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips):
-    """Where experts are skipped their weights go to others."""
+    """If experts are skipped, their weights go to others."""
     skips &= not nested
     chosen = {"retention": retention, "high_by": high_by, "skipped_weights": "renormalize" if skips else "keep"}
     policy = Dymoe(**chosen, evicts=evicts) if nested or retention < 1 else Exact(evicts=evicts)
@@ -65,7 +68,7 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_that_are_not_finite_count_in_no_statistic(nested):
-    """Also where prompt tokens have their own measure."""
+    """This also holds if prompt tokens have a measure of their own."""
     quotas, policy = {LOW: [4, 4], HIGH: [3, 3]}, Dymoe(retention=0.5)
     twins, alone = (Twins(quotas, policy=policy, staging=4, nested=nested) for _ in range(2))
     for seed in range(8):

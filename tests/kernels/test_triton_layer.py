@@ -20,12 +20,12 @@ BITS = (4, 2, 16, 4, 8, 2, 4, 2)
 WAYS = [
     [[0, 1, 2, 3, 4, 5, 6, 7]],
     [[7], [6], [5], [4], [3], [2], [1], [0]],
-    [[1, 6], [4, 0, 7, 2], [3, 5]],  # with neighbours that were computed before, and whose slots now hold others
+    [[1, 6], [4, 0, 7, 2], [3, 5]],  # beside experts that were computed before, whose slots now hold others
 ]
 
 
 def described_layer():
-    """Experts of every class and bit-width, x, and (token, k) of each expert."""
+    """Return x, experts of every class and bit-width, and each one's (token, k)."""
     hidden, top_k = 64, len(COUNTS)
     experts = [random_expert(hidden, 40, bits, seed=i) for i, bits in enumerate(BITS)]
     x = random_x(max(COUNTS), hidden)
@@ -44,7 +44,7 @@ def plan_of(rows, pairs, order=None):
     ("order", "limits"), [(range(8), None), ([6, 7, 0, 1, 2, 5, 3, 4], (5, 130)), ([6, 7, 0, 1, 2, 5, 3, 4], (2, 64))]
 )
 def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_call(monkeypatch, order, limits):
-    """Also where the workspace has fewer positions than the layer needs, or than one expert needs."""
+    """The workspace may have fewer positions than the layer or one expert needs."""
     x, packed, rows, pairs = described_layer()
     kernel = make_kernel()
     nan = torch.full((len(COUNTS) * max(COUNTS), x.shape[1]), float("nan"), dtype=x.dtype, device=DEVICE)
@@ -72,7 +72,7 @@ def test_however_experts_are_grouped_into_launches_their_bits_are_those_of_one_c
 
 
 def test_projections_of_a_described_layer_are_received_before_they_are_launched(monkeypatch):
-    """The device gets the address of an expert before the expert is waited for."""
+    """The device gets the address of an expert before anybody waits for the expert."""
     x, packed, rows, pairs = described_layer()
     kernel, events = make_kernel(), []
     kernel.launch = lambda *arguments, start=None: start or arguments[-1](2)
@@ -102,7 +102,7 @@ def test_a_misaligned_place_is_refused():
     kernel, plan = make_kernel(), plan_of(rows[:1], pairs[:1])
     kernel.begin(x, plan, out, Activation.SILU)
     plan.place(0, PackedExpert(type(gate)(gate.format, stored, gate.scales_zeros), up, down))
-    with pytest.raises(ValueError, match=r"work holds address 0x.*8, expected multiples of 16"):
+    with pytest.raises(ValueError, match="multiples of 16"):
         kernel.compute([0])
     wide = random_expert(96, 40, 4)
     kernel.begin(x, plan := plan_of(rows[:1], pairs[:1]), out, Activation.SILU)

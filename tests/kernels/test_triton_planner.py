@@ -1,4 +1,7 @@
-"""The program that plans a layer's step against its plain twin: every tensor, bit for bit."""
+"""The program that plans a layer's step gives its plain twin's tensors.
+
+They are compared bit for bit.
+"""
 
 import pytest
 import torch
@@ -43,7 +46,7 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
 def test_any_predictions_and_steps(
     steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights
 ):
-    """Nothing is prefetched where the low version is nested in the high one."""
+    """Nothing is prefetched if the low version is nested in the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
     chosen = {"retention": retention, "high_by": high_by, "reuse_high": reuse_high}
     policy = Dymoe(**chosen, evicts=evicts, skipped_weights=skipped_weights)
@@ -61,7 +64,7 @@ def test_any_predictions_and_steps(
     ("share", "costs"), [(0, "share"), (2, "fetch"), (3, "share"), (5, "share"), (EXPERTS, "fetch")]
 )
 def test_a_long_run_of_single_tokens(share, nested, costs):
-    """Shares of none, k - 1, k, more, and all."""
+    """Quotas are none, k - 1, k, more, and all."""
     quotas = {LOW: [share] * LAYERS, HIGH: [share] * LAYERS}
     twins = Twins(quotas, policy=Dymoe(retention=0.6), nested=nested, costs=COSTS[costs])
     for seed in range(20):
@@ -86,7 +89,7 @@ def test_sizes_of_models(experts, top_k, tokens):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_precision_shares_and_records_change_between_steps(nested):
-    """They are arguments by value, so that no launch differs."""
+    """They are values in memory, so a launch stays the same."""
     twins = Twins({LOW: [3, 3], HIGH: [3, 3]}, nested=nested)
     for number, (low, high, retention) in enumerate([(3, 3, 0.5), (6, 0, 0.5), (1, 2, 0.9), (3, 3, 0.0)]):
         precision = Dymoe(retention=retention, high_by="threshold" if number % 2 else "depth").precision
@@ -113,7 +116,10 @@ OUTSIDE = (EXPERTS, 32768, 65536, 65537, (1 << 31) - 1, (1 << 32) + 1, 1 << 40, 
 
 @pytest.mark.parametrize("wrong", OUTSIDE)
 def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
-    """Also where the number wraps in 16 or 32 bits; rows that are no tokens may have any ids."""
+    """The number may wrap in 16 or 32 bits.
+
+    Rows that are no tokens may have any ids.
+    """
     quotas, costs = {LOW: [3, 3], HIGH: [3, 3]}, COSTS["share"]
     twins, alone = Twins(quotas, costs=costs), make_table(quotas, costs=costs)
     ids, weights = random_step(1, absent=0)
@@ -137,7 +143,10 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
 @pytest.mark.parametrize("costs", ["fetch", "share", "compute"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(nested, costs):
-    """Every expert is there, half of them high; no row changes, and a threshold of 1.2 even shares stays."""
+    """Every expert is resident, half of them high, and no row changes.
+
+    A threshold of 1.2 even shares stays.
+    """
     policy = Adaptive(threshold=1.2)
     twins = Twins({LOW: [EXPERTS] * 2, HIGH: [EXPERTS] * 2}, policy=policy, nested=nested, costs=COSTS[costs])
     held, slots = torch.ones(LAYERS, EXPERTS, dtype=torch.int8), torch.arange(EXPERTS, dtype=torch.int32)
@@ -162,7 +171,10 @@ def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(ne
 @pytest.mark.parametrize("evicts", ["coldest", "least recent", "first in"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_recorded_routing(nested, evicts):
-    """Choices of a trained model's routers: popular experts, and steps that resemble their neighbours."""
+    """The choices are those of a trained model's routers.
+
+    Some experts are popular, and successive steps resemble each other.
+    """
     sizes = {"experts": recorded_routing.EXPERTS, "top_k": recorded_routing.TOP_K}
     twins = Twins({LOW: [4, 3], HIGH: [5, 6]}, policy=Dymoe(retention=0.75, evicts=evicts), nested=nested,
                   costs=COSTS["share"], **sizes)  # fmt: skip
@@ -187,22 +199,22 @@ def test_what_the_program_does_not_hold_is_refused():
     table = make_table({LOW: [0, 0], HIGH: [0, 0]}, experts=1025)
     plan = LayerPlan.allocate(1, 3, 1025, "cpu")
     ids, weights = random_step(0, 1)
-    with pytest.raises(ValueError, match="1025 experts, but device-side planning supports at most 1024"):
+    with pytest.raises(ValueError, match="1025 experts"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
-    with pytest.raises(ValueError, match="7 tokens, but the table was made for at most 6"):
+    with pytest.raises(ValueError, match="7 tokens"):
         plan_small_batch_on_gpu(
             table.at(0), 0, ids, weights, rows(1), vars(LayerPlan.allocate(TOKENS + 1, 3, EXPERTS, "cpu"))
         )
-    with pytest.raises(TypeError, match=r"weights is torch.float64, expected torch.float32"):
+    with pytest.raises(TypeError, match=r"weights is torch.float64"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights.double(), rows(1), plan.tensors)
 
 
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_that_are_not_finite_count_in_no_statistic(nested, high_by):
-    """Their experts are computed, but change no score and no threshold, as if there were no such rows."""
+    """Their experts are computed, but no score and no threshold changes."""
     options = {"policy": Dymoe(retention=0.5, high_by=high_by), "nested": nested}
     quotas = {LOW: [3, 3], HIGH: [4, 4]}
     twins, alone = Twins(quotas, **options), make_table(quotas, **options)

@@ -24,7 +24,7 @@ from vllm_dymoe.prefetch.on_device import count_and_name
 
 
 def predict(twins, layer, seed):
-    """List some experts in some version, each once, and end the list at a random place."""
+    """List some experts in some version, each once, and end at a random place."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.randperm(twins.plain.experts, generator=generator).int()
     experts[int(torch.randint(twins.plain.experts + 1, (1,), generator=generator)) :] = -1
@@ -96,7 +96,7 @@ def test_any_predictions_and_steps(steps, share, staging, retention, projections
     st.booleans(),
 )
 def test_names_are_those_of_the_plain_twin(seed, tokens, voters, asked, retention, others):
-    """Of ties, of scores that are no numbers, and of experts of other ranks, too."""
+    """Scores include ties and NaN, and some experts belong to other ranks."""
     twins = Twins({LOW: [2] * LAYERS, HIGH: [2] * LAYERS}, policy=Dymoe(retention=retention), staging=2)
     generator, everyone = torch.Generator().manual_seed(seed), EXPERTS * (1 + others)
     ahead = torch.from_numpy(Dymoe(retention=retention, ahead="high").precision.counts_ahead(LAYERS, EXPERTS))
@@ -128,7 +128,10 @@ def test_nothing_beside_the_tensors_is_touched():
 
 @pytest.mark.parametrize("planned", [0, 1])
 def test_copies_are_complete_and_published_or_stop(planned):
-    """They are for layer 1; once it is planned nothing is copied, and nothing is reported as arrived."""
+    """The copies are for layer 1.
+
+    Once it is planned nothing is copied, and nothing is reported as arrived.
+    """
     lengths = [0, 16, 4096, 32 * 8192 * 2 + 8192 + 48]
     sources = [torch.randint(0, 255, (max(count, 16),), dtype=torch.uint8, device=DEVICE) for count in lengths]
     slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]

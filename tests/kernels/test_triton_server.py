@@ -1,4 +1,4 @@
-"""The server with its GPU kernel, which it calls like the CPU's; nothing else changes."""
+"""The server with its GPU kernel, which it calls like the CPU's."""
 
 from dataclasses import replace
 
@@ -39,8 +39,9 @@ def on_triton(monkeypatch):
 
 
 def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
-    """Few tokens use decode launches and many use grouped ones, with four and two bits in one call and some skipped
-    experts.
+    """Few tokens use decode launches, and many use grouped ones.
+
+    One call has experts at four and at two bits, and some are skipped.
     """
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
     monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
@@ -51,7 +52,10 @@ def test_it_computes_what_the_cpu_kernel_computes(memory_store, monkeypatch):
 
 
 def test_no_budget_changes_a_bit(memory_store, on_triton):
-    """With one slot of each precision, experts are computed one at a time, each projection when it arrives."""
+    """With one slot of each precision, experts are computed one at a time.
+
+    Each projection is computed when it arrives.
+    """
     want = run(with_budget(memory_store, "100%", MIXED), STEPS)
     server = with_budget(memory_store, "minimum", MIXED, threads=2)
     got = run(server, STEPS)
@@ -61,7 +65,7 @@ def test_no_budget_changes_a_bit(memory_store, on_triton):
 
 
 def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monkeypatch):
-    """At 4 bits zero points are integers and columns have an order; at 2 bits not."""
+    """Only at 4 bits are zero points integers, and columns in an order."""
     plain = make_experts()
     formats = {bits: replace(fmt, integer_zeros=bits == 4, act_order=bits == 4) for bits, fmt in plain.formats.items()}
     experts = ModelExperts(plain.layers, plain.num_experts, plain.top_k, formats)
@@ -76,9 +80,9 @@ def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monke
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested):
-    """Planned by the program and fetched by the computing kernels: the host path's bits at every budget.
+    """Steps are planned by the program and fetched by the computing kernels.
 
-    In float16, because the interpreter does not round to bfloat16 as a GPU does.
+    They run in float16, because the interpreter does not round to bfloat16 as a GPU does.
     """
     store = make_store(make_experts(dtype=torch.float16, nested=nested))
     steps = [(0, 0, 1), (1, 1, 3), (2, 0, 3), (3, 1, 1), (4, 0, 40), (5, 0, 2)]
@@ -111,7 +115,7 @@ def test_weights_on_inputs_have_the_bits_of_steps_with_the_host(on_triton, encod
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested, monkeypatch):
-    """Named, judged, listed and copied by the kernels of a GPU, for two layers ahead."""
+    """A GPU's kernels name, judge, list and copy experts for two layers ahead."""
     name = lambda table, *given: name_experts_on_gpu(vars(table), *given)  # noqa: E731
     monkeypatch.setattr(on_device, "_name_experts_on", lambda device: name)
     store = make_store(make_experts(dtype=torch.float16, layers=3, nested=nested))
@@ -128,7 +132,10 @@ def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested
 
 
 def test_rows_without_an_expert_are_zero(memory_store, on_triton):
-    """Padding, and tokens whose experts all belong to another rank: the output's previous contents are overwritten."""
+    """The output's previous contents are overwritten.
+
+    Such rows are padding, and tokens whose experts all belong to another rank.
+    """
     x, weights, ids = random_step(1, 4, memory_store.experts)
     ids[1], ids[2, 0] = -1, -1
     out = decode(device_planned_server(memory_store, "50%"), 0, x, weights, ids, rows=3)
@@ -152,9 +159,9 @@ def test_so_have_those_of_every_kind_of_experts(on_triton, kind):
 
 
 def test_a_step_that_the_scratch_has_no_room_for_is_refused(memory_store):
-    with pytest.raises(ValueError, match=r"a decode step of 9000 rows needs \d+ bytes"):
+    with pytest.raises(ValueError, match="9000 rows"):
         TritonKernels(TritonKernel("cpu"), memory_store.experts, 9000)
-    with pytest.raises(ValueError, match="a layer has 1025 experts, but device-side planning supports at most 1024"):
+    with pytest.raises(ValueError, match="1025 experts"):
         TritonKernels(TritonKernel("cpu"), replace(memory_store.experts, num_experts=1025), 1)
 
 
@@ -168,7 +175,7 @@ DOWN = {
 
 @pytest.mark.parametrize("name", DOWN)
 def test_down_projections_in_a_format_of_their_own(name, monkeypatch):
-    """Of small and large batches, fetched and resident."""
+    """Small and large batches fetch them, and find them resident."""
     encoding, down = DOWN[name]
     high = encoding.bits
     plain = make_experts(bits=(high,), dtype=torch.float16, hidden=96, intermediate=64)
@@ -186,7 +193,7 @@ def test_down_projections_in_a_format_of_their_own(name, monkeypatch):
 
 
 def test_layers_of_other_formats_have_launches_of_their_own(monkeypatch):
-    """With groups and integers that one launch could not compute beside each other."""
+    """Their groups and integers differ in ways that one launch cannot compute."""
     plain = make_experts(layers=3, bits=(4,), dtype=torch.float16, intermediate=64)
     usual = plain.formats[4]
     own = {2: replace(usual, encoding=PLAIN), 3: replace(usual, group_size=64, integer_zeros=True)}

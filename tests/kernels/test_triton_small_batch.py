@@ -1,4 +1,7 @@
-"""A whole decode step takes three launches and never asks the host; test_triton_runtime.py compares its bits."""
+"""A whole decode step takes three launches and never asks the host.
+
+test_triton_server.py compares its bits.
+"""
 
 import pytest
 import torch
@@ -52,12 +55,15 @@ def sizes(kind):
 
 @pytest.mark.parametrize("weights_on_input", [False, True])
 def test_a_step_is_three_launches_without_a_host(weights_on_input):
-    """Grids depend only on the shape: 4 tokens and 6 experts give at most 6 items, and one that asks for zeros."""
+    """Grids depend only on the shape.
+
+    4 tokens and 6 experts give at most 6 items, and one that asks for zeros.
+    """
     launches = traced(weights_on_input=weights_on_input)
     assert launches == [("decide_kernel", (1,)), ("gate_up_kernel", (2, 6, 2)), ("down_kernel", (4, 7, 2))]
 
 
 def test_a_planted_look_at_the_device_is_found():
-    """tests/support/test_support.py covers all kinds of them."""
+    """tests/support/test_support.py covers all kinds of such operations."""
     with pytest.raises(HostInStepError, match="waits for the device"):
         traced(lambda ids: ids.max().item())

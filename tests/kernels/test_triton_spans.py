@@ -7,7 +7,7 @@ from vllm_dymoe.kernels.triton.spans import copy_spans
 
 
 def test_copies_are_of_so_many_bytes_and_of_no_more():
-    """Sizes: none, part of one program's turn, and many turns of all programs."""
+    """Sizes are none, part of one program's turn, and many turns of all programs."""
     lengths = [0, 16, 4096, 16 * 8192 * 2 + 8192 + 48]
     sources = [torch.randint(0, 255, (max(count, 16),), dtype=torch.uint8, device=DEVICE) for count in lengths]
     slots = [torch.full((len(source) + 16,), 0xEE, dtype=torch.uint8, device=DEVICE) for source in sources]

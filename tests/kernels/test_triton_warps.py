@@ -27,7 +27,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 
 def device_planned(seed, nested=False, **options):
-    """Whether a few steps, whose programs run in warps, give the plain rule's result."""
+    """Return whether some steps, run in warps, give the plain rule's result."""
     twins = Twins(
         {LOW: [3] * LAYERS, HIGH: [4] * LAYERS},
         policy=Dymoe(retention=0.5, high_by=("threshold", "depth")[seed % 2]), staging=1, nested=nested,
@@ -58,7 +58,7 @@ def test_without_barriers_some_do():
 
 @triton.jit
 def add_up(partials, semaphore, out, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
-    """out = the sum of what all programs store; grid [COUNT]."""
+    """Sum into ``out`` what all programs store; grid [COUNT]."""
     lane = tl.arange(0, WIDTH)
     program = tl.program_id(0)
     tl.store(partials + program * WIDTH + lane, lane + 100 * program)
@@ -74,7 +74,7 @@ decode_arrives = arrives_last
 
 @triton.jit
 def without_a_barrier(semaphore, count):
-    """A warp counts itself before the others have stored."""
+    """Count a warp before the others have stored."""
     is_last = tl.atomic_add(semaphore, 1, sem="acq_rel") == count - 1
     if is_last:
         tl.store(semaphore, 0)
@@ -82,7 +82,7 @@ def without_a_barrier(semaphore, count):
 
 
 def added_up(seed, **options):
-    """Whether the last of three programs sees all stores, twice."""
+    """Return whether the last of three programs sees all stores, twice."""
     partials, out = torch.full((3, 128), -999, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     semaphore = torch.zeros(1, dtype=torch.int32)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A table twice, for the plain rule and for the programs, which must update it identically."""
+"""A table twice: for the plain rule and for the programs, which must agree."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ STEPS = 2, 4, 8  # positions of an expert in each class of a large-batch step
 
 
 def moved(record, place):
-    """A copy of a table or a plan, with every tensor at another address."""
+    """Copy a table or a plan, with every tensor at another address."""
     return type(record)(
         **{name: place(values) for name, values in vars(record).items() if isinstance(values, torch.Tensor)}
     )
@@ -31,7 +31,10 @@ class Twins:
         self.table = moved(self.plain, place)
 
     def stage(self, layer, seed):
-        """Put some experts of a layer into staging slots, whole or in part, as if they had been prefetched."""
+        """Put some experts into staging slots, as if they had been prefetched.
+
+        They are there whole or in part.
+        """
         rng, half = np.random.default_rng(seed), layer % 2
         staged = torch.zeros_like(self.plain.staged[half])
         order = iter(rng.permutation(self.plain.experts))
@@ -45,7 +48,7 @@ class Twins:
             table.staged_for[half] = layer
 
     def step(self, layer, ids, weights, real=None, **told):
-        """Plan with both and compare everything; returns the plain plan."""
+        """Plan with both and compare everything; return the plain plan."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
         expected = LayerPlan.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
@@ -60,7 +63,7 @@ class Twins:
         return expected
 
     def large_batch_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
-        """Plan a large-batch step with both; every list is compared as far as it is read."""
+        """Plan a large-batch step with both; compare every list as far as it is read."""
         plan, large = _of_shape(shape, lambda values: values)
         found, lists = _of_shape(shape, self._soiled)
         found.bits[-1] = 0
@@ -94,7 +97,10 @@ class Twins:
 
 
 def _classes(shape):
-    """Classes in which an expert with this many tokens may be, as in ``TritonLargeBatch``."""
+    """Return the classes in which an expert with this many tokens may be.
+
+    They are those of ``TritonLargeBatch``.
+    """
     return STEPS[: max(2, 1 + sum(step < shape.tokens for step in STEPS[:-1]))]
 
 

@@ -1,4 +1,4 @@
-"""Eight models on eight machines: what is chosen, and that nothing of what was open is much faster."""
+"""The choices for eight models on eight machines, compared with the best possible."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_there_are_eight_pairs_of_different_machines(committed):
 
 @pytest.mark.parametrize("machine", PAIRS)
 def test_what_is_chosen_is_what_is_committed(machine, committed):
-    """After a change on purpose: python -m tests.plan.starts.pairs."""
+    """After an intended change, run python -m tests.plan.starts.pairs."""
     found, before = chosen(machine), committed[machine]
     for speed in ("tokens_per_second", "ttft"):
         assert found.pop(speed) == pytest.approx(before.pop(speed), rel=0.02)
@@ -33,6 +33,9 @@ def test_what_is_chosen_is_what_is_committed(machine, committed):
 
 
 def test_each_is_within_a_twentieth_of_the_best_of_all(committed):
-    """As planned one by one by the command that wrote them; of one machine here again."""
+    """The command that wrote the table compared all candidates.
+
+    The test repeats this for one machine.
+    """
     assert all(1 <= found["times_best"] <= 1.05 for found in committed.values())
     assert times_best("rtx4060ti-laptop") == pytest.approx(committed["rtx4060ti-laptop"]["times_best"], abs=0.005)

@@ -1,4 +1,4 @@
-"""The plan: sizes of real models, the roofline, replays of the rule, and recommended options."""
+"""The plan: sizes of real models, the roofline, replays, and recommended options."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_layers_without_experts_are_known(changes, layers):
 
 def test_a_model_without_experts_is_refused():
     dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
-    with pytest.raises(ConfigError, match="not a Mixture-of-Experts"):
+    with pytest.raises(ConfigError, match="Mixture-of-Experts"):
         shape_of(dense, "x/config.json")
 
 
@@ -82,7 +82,7 @@ REPORT = ROOT / "benchmarks/gpu/gpu-NVIDIA-H200-2026-11-26.json"
 
 
 def test_the_rates_of_the_package_are_those_of_the_reports():
-    """After ``make gpu``: write the numbers that this compares to vllm_dymoe/plan/measured.json."""
+    """After ``make gpu``, copy the reports' rates to vllm_dymoe/plan/measured.json."""
     reports = sorted((ROOT / "benchmarks/gpu").glob("gpu-*.json"))
     found = [asdict(rate) for report in reports for rate in rates_of(json.loads(report.read_text()))]
     assert json.loads((ROOT / "vllm_dymoe/plan/measured.json").read_text()) == found
@@ -109,7 +109,7 @@ def test_a_card_that_was_measured_here_counts_by_its_own_report(tmp_path):
     with pytest.raises(ConfigError, match="no speeds for rtx4080"):
         find_device("rtx4080", None, own)
     own.write_text("{}")
-    with pytest.raises(ConfigError, match="not a report of make gpu"):
+    with pytest.raises(ConfigError, match="not a report"):
         find_device("rtx4090", None, own)
 
 
@@ -233,7 +233,7 @@ def test_the_command_ends_with_one_to_paste(folder, monkeypatch):
     assert resolve_options(options, environment={}).expert_budget.bytes > 10e9
     assert "its link 25.0 GB/s" in result.stdout
     (row,) = re.findall(r"^on-demand .*$", result.stdout, re.MULTILINE)
-    assert len(row.split()) == 9  # words are not split
+    assert len(row.split()) == 9  # words are not broken
 
 
 def test_the_picture_has_speed_and_hits_of_each_policy(folder, tmp_path, monkeypatch):

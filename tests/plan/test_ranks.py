@@ -1,4 +1,4 @@
-"""A model on several ranks, compared with numbers computed by hand."""
+"""A model on several ranks, compared with numbers calculated by hand."""
 
 from dataclasses import replace
 
@@ -23,13 +23,13 @@ CARD = find_device("rtx4090", "20GB/s")
     [
         (QWEN, Ranks(), 128, 768, 8, 48, 1),
         (QWEN, Ranks(tp=2), 128, 384, 8, 48, 2),
-        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # 4 heads: two ranks share each
+        (QWEN, Ranks(tp=8), 128, 96, 8, 48, 4),  # 4 heads, each on two ranks
         (QWEN, Ranks(tp=2, ep=True), 64, 768, 4, 48, 2),
         (QWEN, Ranks(dp=4, ep=True), 32, 768, 2, 48, 1),
         (QWEN, Ranks(tp=2, dp=16, ep=True), 4, 768, 1, 48, 2),
         (QWEN, Ranks(dp=4), 128, 768, 8, 48, 1),
         (QWEN, Ranks(tp=2, pp=3), 128, 384, 8, 16, 6),
-        (LITE, Ranks(tp=2, ep=True), 32, 1408, 3, 26, 1),  # one latent cache on both
+        (LITE, Ranks(tp=2, ep=True), 32, 1408, 3, 26, 1),  # both ranks hold the one latent cache
     ],
 )
 def test_what_one_rank_has(model, ranks, experts, width, top_k, layers, kv):
@@ -49,7 +49,7 @@ ROW = 2048 * 2
     [
         (Ranks(), 0, 0),
         (Ranks(dp=4), 0, 0),  # independent engines
-        (Ranks(tp=2), 2 * 48 * 4 * ROW, 0),  # twice a layer, (2 - 1) / 2 of the rows there and back
+        (Ranks(tp=2), 2 * 48 * 4 * ROW, 0),  # two sums in a layer; each sends (2 - 1) / 2 of the rows there and back
         (Ranks(tp=4), 2 * 48 * 4 * ROW * 1.5, 0),
         (Ranks(dp=2, ep=True), 48 * 4 * (2 * ROW + 64), 0),
         (Ranks(dp=4, ep=True, nodes=2, network=1e9), 48 * 4 * (2 * ROW + 64), 2 * 48 * 4 * (2 * ROW + 64)),
@@ -107,7 +107,7 @@ def test_arguments_of_engines_are_those_of_serve():
 
 
 def test_the_rank_that_is_slowest_counts():
-    """Of ranks that share out the experts each has fewer, and one of them has most of what a step needs."""
+    """With expert parallelism, a step takes as long as its busiest rank."""
     identity = ModelIdentity("m", "", 2, QWEN.experts, QWEN.top_k, QWEN.hidden)
     routings = made_up(identity, 4)
 

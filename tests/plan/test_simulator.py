@@ -1,4 +1,4 @@
-"""The simulator of schedules: what a data sheet implies, and how each policy changes the timelines."""
+"""The simulator of schedules: data sheets, and each policy's timeline."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_the_hosts_work_is_charged_for_each_layer_and_miss():
 
 
 class Knows(Predictor):
-    """Predicts the next layer's choices, and ``wrong`` other experts, from the simulator's trace."""
+    """Predicts the next layer's choices from the trace, and ``wrong`` other experts."""
 
     def __init__(self, wrong=0):
         super().__init__()
@@ -159,7 +159,10 @@ def test_moves_follow_traffic_and_no_step_waits(places):
 
 @pytest.mark.parametrize(("versions", "begun"), [((4, 2), 6), ((16, 4), 2)])
 def test_as_many_moves_begin_as_where_a_server_moves_them(versions, begun):
-    """Of a quarter of 16 seconds one is spent; nested moves of half a second each fill the other three."""
+    """A quarter of 16 seconds of the link's time is available, of which 1 s is spent.
+
+    Nested moves of half a second each fill the other 3 s.
+    """
     high, low = versions
     window = {"window_s": 1e9, "in_flight": 2, "link_share": 0.25}
     served = simulator({"policy": "dynaexq", "high": high, "low": low, "policy_options": window}, 0.75)
@@ -192,7 +195,7 @@ def test_adaptive_fetches_fewer_slices_the_higher_the_threshold_and_keeps_none()
 
 
 def test_in_prompts_experts_of_the_tokens_with_most_attention_are_high():
-    """One token gets all attention, so of each layer's experts its own are the most important ones (Eq. 2)."""
+    """One token gets all attention, so its experts are the most important (Eq. 2)."""
     given = {"policy": "dymoe-paper", "low": 0, "policy_options": {"retention": 0.1, "heavy_share": 1 / 24}}
     step = next(iter(sessions(TRACE)))
     assert step.phase is Phase.PREFILL

@@ -1,4 +1,4 @@
-"""What is chosen for a model on a machine, and how a machine is described and measured."""
+"""What is chosen for a model on a machine, and how a machine is measured."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_what_the_user_gave_always_wins(options, length, kind, machine):
     try:
         start = choose(machine, QWEN, Asked(options, max_model_len=length, kv_cache_dtype=kind))
     except ConfigError:
-        return  # it does not fit, or does not go together
+        return  # the model does not fit, or the options exclude each other
     for name, value in options.items():
         assert start.options[name] == value
     assert ("max-model-len" in start.arguments) == (length is None)

@@ -1,4 +1,4 @@
-"""Hotness over windows, and sets with hysteresis: what never swaps, what must, and where slots go."""
+"""Hotness over windows, and swaps with hysteresis."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ margins = st.floats(0.01, 1)
 
 
 def top(score, places):
-    """The hottest experts of all layers: bool, shaped like scores."""
+    """Return the hottest experts of all layers: bool, shaped like scores."""
     return hottest(score.reshape(1, -1), np.array([places])).reshape(score.shape)
 
 
@@ -50,8 +50,9 @@ def test_one_plan_says_all_and_every_move_is_worth_more_than_the_margin(score, h
 
 @given(counts, counts, places, st.floats(0.3, 1), margins)
 def test_sets_converge_in_bounded_windows_after_a_shift(old, new, places, alpha, margin):
-    """After w windows (1 - alpha) ** w of the old traffic remains; what that hides is lost in addition to the
-    margin.
+    """The loss is bounded by the margins and by what the old traffic still hides.
+
+    After w windows the score still contains (1 - alpha) ** w of the old traffic.
     """
     score, target, windows = even_shares(old + 1), even_shares(new + 1), 10
     high = top(score, places)

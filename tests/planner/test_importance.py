@@ -1,4 +1,4 @@
-"""Eqs. 1 to 3 against their definitions, written out."""
+"""Eqs. 1 to 3 of DyMoE against naive implementations."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from vllm_dymoe.planner.routing import PromptTokens, Routing
 
 
 def naive_mass(query, key, scale, window, reach=None):
-    """Eq. 1, one query and one head at a time, in float64."""
+    """Compute Eq. 1 for one query and one head at a time, in float64."""
     tokens, heads, _ = query.shape
     group = heads // key.shape[1]
     mass = torch.zeros(tokens, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_the_share_of_heavy_hitters_is_rounded_up(share, count):
 
 
 def naive(ids, weights, heavy):
-    """For each expert: heavy hitters among its tokens, and the sum of their weights."""
+    """Return for each expert: its heavy-hitter tokens, and their summed weights."""
     found = {}
     for row, (experts, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         for expert, weight in zip(experts, shares, strict=True):

@@ -88,7 +88,10 @@ def test_what_has_arrived_is_read_from_its_slot_and_what_has_not_from_the_store(
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("arrived", range(PROJECTIONS + 1))
 def test_the_cpu_is_left_what_still_has_to_cross_the_link(nested, arrived):
-    """Of two misses the CPU executes one, unless so little of the other remains that the link is sooner."""
+    """The CPU executes one of two misses, unless the link would finish both sooner.
+
+    What has arrived of the other miss no longer counts as link time.
+    """
     costs = [[0] * 4, [0, 0, 0, 64], [60, 90, 0, 64]]
     options = {"policy": Dymoe(retention=1), "staging": 4, "nested": nested, "costs": costs}
     table = make_table({LOW: [0] * LAYERS, HIGH: [0] * LAYERS}, **options)
@@ -106,7 +109,7 @@ def test_the_cpu_is_left_what_still_has_to_cross_the_link(nested, arrived):
 
 @pytest.mark.parametrize("real", [0, 1])
 def test_what_has_arrived_counts_for_one_plan(real):
-    """After that its slots belong to the next layer, with or without tokens."""
+    """Afterwards the slots belong to the next layer, with or without tokens."""
     table = made()
     predict(table, 1, [3])
     listed(table, 1)

@@ -1,4 +1,4 @@
-"""The residency rule: scores, victims and admission against naive twins, and its benefit."""
+"""The residency rule against naive twins: scores, victims, admission, hit rates."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def high(*experts):
 
 
 def naive(wanted, held, score, used_at, quotas, reuse_high, nested):
-    """The rule, expert by expert, as a person reads it; returns places and residents."""
+    """Apply the rule expert by expert; return places and residents."""
     held, places = dict(held), {expert: [] for expert in sorted(wanted)}
 
     def find(users, missing, slice_, code, holds):
@@ -113,7 +113,10 @@ def test_any_steps_keep_what_a_person_would_and_every_invariant(steps, high, low
 
 @pytest.mark.parametrize(("batch", "least"), [(1, 0.62), (8, 0.375), (16, 0.295)])
 def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch, least):
-    """On the choices of the shipped model's routers, with 8 of 32 slots; chance is 0.25."""
+    """Measure hits on recorded routing, with 8 slots for 32 experts.
+
+    A random choice of residents would hit 0.25.
+    """
     hits = needed = best = 0
     for streams in recorded_streams(batch):
         for layer in range(streams.shape[2]):
@@ -132,7 +135,10 @@ def test_large_batches_hit_almost_as_often_as_with_the_best_fixed_experts(batch,
 
 @given(st.integers(0, 1 << 30), st.integers(0, 6), st.integers(1, 300), st.integers(0, 40), st.integers(1, 4))
 def test_the_coldest_are_computed_there_while_that_ends_sooner(seed, share, link, round_trip, most):
-    """Among all ways to leave the coldest to the CPU, the one whose longer side is shortest; free slots are filled."""
+    """Link and CPU share the misses so that the later of the two ends soonest.
+
+    Free slots are filled first; then the CPU takes the coldest misses.
+    """
     rng = np.random.default_rng(seed)
     costs = np.array([[round_trip, 0, 0, 0], [0, 0, 0, 0], [link, 40, 7, most]])
     table = host_table({HIGH: [share, share], LOW: [0, 0]}, 16, costs=costs)

@@ -1,4 +1,4 @@
-"""Plans of whole steps, made with NumPy, against the host's table, expert by expert."""
+"""Step plans made with NumPy against the host's table, expert by expert."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from vllm_dymoe.policies.dymoe import Dymoe
 
 
 class Host:
-    """The rule as the host applies it: ``Policy.select``, and a table of its own."""
+    """The host's side: ``Policy.select``, and a table of its own."""
 
     def __init__(self, quotas, policy, skip_low, nested, experts=EXPERTS, costs=None):
         reuse_high = policy.precision.reuses_high
@@ -39,7 +39,10 @@ class Host:
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
     def step(self, layer, ids, weights):
-        """The experts, the computed version of each, and the fate of that version or of both slices."""
+        """Return the active experts, their computed versions, and the actions.
+
+        The actions are one list per slice if versions are nested, otherwise one list.
+        """
         plan = self.policy.precision.select(
             Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
         )
@@ -85,7 +88,7 @@ def _action(place):
 
 
 def check_items(plan, ids, active, computed, action):
-    """Items are the host's experts in its order, with the host's groups of positions."""
+    """Check that items are the host's experts, in its order and with its positions."""
     count = int(plan.count)
     assert plan.experts[:count].tolist() == active
     assert plan.precisions[:count].tolist() == computed
@@ -143,7 +146,7 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
 
 
 def check_addresses(table, layer, plan, held):
-    """Residents are read in place, fetched ones go where their row says, and no slot is both read and written.
+    """Check that residents are read in place, and that fetches go to their slots.
 
     Returns pool and slot of everything that is read in place, and of everything that is written.
     """
@@ -211,7 +214,7 @@ def test_shares_that_a_pool_does_not_have_are_refused():
 
 
 def test_no_more_rows_are_tokens_than_a_layer_has():
-    """As in a draft's later passes, whose graph replays with what the step was told."""
+    """A draft's later passes replay with the step's token count, which may be larger."""
     tables = [make_table({LOW: [2, 2], HIGH: [2, 2]}) for _ in range(2)]
     ids, weights = random_step(1, 3)
     plans = [decide(table, 0, ids, weights, real=real) for table, real in zip(tables, (3, 7), strict=True)]

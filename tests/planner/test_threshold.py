@@ -1,4 +1,7 @@
-"""The threshold's controller: where it settles and stops; tests/kernels checks that host and device agree."""
+"""The threshold's controller: where it settles, and its bounds.
+
+tests/kernels checks that host and device agree.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ RETENTIONS = (0.1, 0.25, 0.5, 0.75)
 
 
 def shares(generator, tokens, top_k, experts=32):
-    """A layer's step: the sum of routing weights of each active expert."""
+    """Return one step's sums of routing weights, one for each active expert."""
     ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
     weights = torch.softmax(torch.randn(tokens, top_k, generator=generator), 1)
     return importance(ids, weights, experts)[1].sums
@@ -27,7 +30,10 @@ def step(threshold, sums):
 
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_steps_that_cannot_meet_the_retention_leave_the_threshold_where_it_is(retention):
-    """One expert is always high, so with fewer than 1 / retention active ones every step has too many."""
+    """With fewer than 1 / retention active experts, one high expert is too many.
+
+    At least one expert is always high, so such steps would push the threshold up without end.
+    """
     threshold = threshold_for(retention)
     before = threshold.copy()
     for active in range(1, int(np.ceil(1 / retention))):
@@ -41,8 +47,9 @@ def test_steps_that_cannot_meet_the_retention_leave_the_threshold_where_it_is(re
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_a_batch_after_many_single_tokens_is_served_as_one_before_them(top_k, retention):
-    """400 steps of one token wound the controller up; then a batch of 8 got a fifth of its high experts for 143
-    steps.
+    """Single tokens do not wind up the controller.
+
+    Once they did: after 400 of them, a batch of 8 got a fifth of its high experts for 143 steps.
     """
     generator, settled = torch.Generator().manual_seed(0), threshold_for(retention)
     for _ in range(600):
@@ -56,7 +63,10 @@ def test_a_batch_after_many_single_tokens_is_served_as_one_before_them(top_k, re
 
 
 def test_the_integrator_is_bounded():
-    """Bounded by the largest initial threshold; a higher value would only take longer to come back."""
+    """The bound is the largest initial threshold.
+
+    A higher value would only take longer to come back.
+    """
     threshold = threshold_for(0.05)
     for _ in range(5000):
         follow(threshold, 100, 100)

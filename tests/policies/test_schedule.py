@@ -1,4 +1,4 @@
-"""Eqs. 4 and 5: the average of the schedule, and the effect of rounding."""
+"""Eqs. 4 and 5: the schedule's average, and the effect of rounding."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ def test_the_average_over_the_layers_is_the_retention(retention, layers):
 
 @pytest.mark.parametrize(("retention", "floor"), [(1.0, 1.0), (0.9, 0.8), (0.75, 0.5), (0.5, 0.0)])
 def test_the_paper_s_ends(retention, floor):
-    """Eq. 4 goes from 1 in the first layer to lambda = 2r - 1 in the last."""
+    """Eq. 4 falls from 1 in the first layer to lambda = 2r - 1 in the last."""
     schedule = Schedule(retention)
     assert schedule.ratio(0, 32) == 1
     assert schedule.ratio(31, 32) == pytest.approx(floor)
@@ -29,7 +29,7 @@ def test_the_paper_s_ends(retention, floor):
 @pytest.mark.parametrize("stages", [(8,), (3, 5), (1, 0, 1, 6)])
 def test_stages_of_a_pipeline_count_through(stages):
     whole, found = Dymoe(retention=0.6, high_by="depth"), []
-    # Asked first, so that a stage cannot keep what this call found.
+    # This comes first, so that a stage cannot have kept the result.
     expected = whole.precision.critical_counts(8, 16).tolist()
     for number, layers in enumerate(stages):
         stage = whole.of_stage(sum(stages[:number]), sum(stages[number + 1 :]))
@@ -49,7 +49,7 @@ def test_the_ceiling_of_the_paper():
     # r(l) of eight layers: 1, 0.975, 0.906, 0.806, 0.694, 0.594, 0.525, 0.5
     assert [schedule.critical(layer, 8, 4) for layer in range(8)] == [4, 4, 4, 4, 3, 3, 3, 2]
     assert [schedule.critical(layer, 8, 32) for layer in range(8)] == [32, 32, 29, 26, 23, 20, 17, 16]
-    # With Mixtral's two active experts the ceiling leaves both high in every layer but the last.
+    # With Mixtral's two active experts the ceiling leaves both high, except in the last layer.
     assert [schedule.critical(layer, 32, 2) for layer in range(32)] == [2] * 31 + [1]
 
 
@@ -73,12 +73,12 @@ def test_critical_experts_are_some_of_the_active_ones(retention, layers, active,
 
 
 def test_what_floating_point_leaves_of_a_whole_number_is_not_rounded_up():
-    # 0.8 * 10 in the last layer: 1 - 0.9 and similar differences are not exact.
+    # The last layer gets 0.8 * 10. Differences such as 1 - 0.9 are not exact.
     assert Schedule(0.9).critical(7, 8, 10) == 8
     assert Schedule(0.55).critical(7, 8, 10) == 1
 
 
 @pytest.mark.parametrize("retention", [-0.1, 1.1])
 def test_a_retention_that_is_no_share_is_refused(retention):
-    with pytest.raises(ValueError, match="share from 0 to 1"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         Schedule(retention)

@@ -1,4 +1,4 @@
-"""Synthetic traces in which the next layer is predictable, for tests of predictors that learn."""
+"""Synthetic traces with a predictable next layer, for predictors that learn."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,10 +18,11 @@ SIZES = ModelIdentity("a model", "0123456789abcdef", num_layers=4, num_experts=8
 
 
 def made_up(requests=20, tokens=40, sizes=SIZES, *, noise=0.1, inputs=False, seed=0):
-    """Experts of layer 1 follow those of layer 0 by a permutation, and those of layer 3 follow those of layer 1.
+    """Trace a model in which experts of one layer follow from those of another.
 
-    Experts of layers 0 and 2 are random, so that a longer history helps, and so is the fraction ``noise`` of the
-    others. Router inputs contain the next layer's experts directly.
+    Experts of layer 1 follow from those of layer 0 by a permutation, and those of layer 3 from those of layer 1, so a
+    longer history helps. Layers 0 and 2 are random, and so is the fraction ``noise`` of the others. Router inputs
+    contain the next layer's experts directly.
     """
     random = torch.Generator().manual_seed(seed)
     total = requests * tokens
@@ -54,10 +55,10 @@ WIDE = replace(SIZES, hidden=24)
 
 
 def residual_stream(requests=20, tokens=60, sizes=WIDE, *, seed=0, moves=0.5):
-    """A model whose routers choose by the residual stream, to which each expert adds its own vector.
+    """Trace a model whose routers choose by the residual stream.
 
-    So the next gate is often right, and what it lacks follows from the chosen experts. ``moves`` is the fraction of the
-    stream that a layer adds.
+    Each expert adds its own vector to the stream. So the next gate is often right, and what it lacks follows from the
+    chosen experts. ``moves`` is the fraction of the stream that a layer adds.
     """
     random = torch.Generator().manual_seed(seed)
     total, shape = requests * tokens, (sizes.num_layers, sizes.num_experts, sizes.hidden)
@@ -88,7 +89,7 @@ def _best(x, weights, biases, top_k):
 
 
 def gates_of(trace):
-    """The gates of such a model, as predictors read them."""
+    """Return the gates of such a model, as predictors use them."""
     weights = trace.gates
 
     def logits(layer, x):

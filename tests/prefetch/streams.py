@@ -1,10 +1,10 @@
-"""A side stream for predictions, without a device."""
+"""A side stream for predictions without a device."""
 
 from vllm_dymoe.prefetch.side_stream import SideStream
 
 
 class RecordedStream(SideStream):
-    """A stream on which nothing happens before it is waited for; records its calls."""
+    """Runs nothing before it is waited for; records its calls."""
 
     def __init__(self):
         self.copies, self.shared, self.waits, self.pending = [], [], 0, {}

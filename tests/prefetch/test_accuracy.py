@@ -11,7 +11,7 @@ SETS = st.frozensets(st.integers(0, 7), max_size=6)
 
 
 class Scripted(Predictor):
-    """Predicts what the test tells it to."""
+    """Predicts what the test sets."""
 
     def __init__(self):
         self.next = []
@@ -30,7 +30,7 @@ def observe(predictor, layer, experts):
 
 @given(st.lists(st.lists(st.tuples(SETS, SETS), min_size=LAYERS, max_size=LAYERS), max_size=5))
 def test_counts_are_those_of_equations_7_and_8(steps):
-    """Each layer of each step: the prediction for the next layer, and what the layer used."""
+    """Compare with counts made directly from predictions and used experts."""
     script = Scripted()
     watched = Measured(script)
     named = wanted = right = 0

@@ -16,7 +16,7 @@ POPULARITY, AFFINITY = popularity(TRACE).float(), affinity(TRACE).float()
 
 
 def make_model(architecture):
-    """A network with normalisation and trained weights."""
+    """Return a network with normalisation and trained weights."""
     torch.manual_seed(0)
     model = ExpertMLP(States(SIZES, architecture, POPULARITY, AFFINITY))
     for module in model.modules():
@@ -37,7 +37,7 @@ def test_a_state_is_history_popularity_and_affinity():
     state = states(2, experts)[0]
     assert state.shape == (3 * 8 + 8 + 8,)
     past, popular, related = state.split([24, 8, 8])
-    assert past.nonzero().flatten().tolist() == [3, 4, 8 + 1, 8 + 2]  # layer 1 comes first; layer 3 is not known yet
+    assert past.nonzero().flatten().tolist() == [3, 4, 8 + 1, 8 + 2]  # layer 1 comes first; layer 3 has not run yet
     assert torch.equal(popular, POPULARITY[2])
     assert torch.allclose(related, (AFFINITY[1, 3] + AFFINITY[1, 4]) / 2)
 
@@ -61,7 +61,7 @@ def test_folding_changes_nothing(name):
         got = folded.logits(layer, rows, x if architecture.router_input else None)
         one = folded.logits(layer, rows[:1], x[:1] if architecture.router_input else None)
         torch.testing.assert_close(one, got[:1])
-        # float32 sums in another order.
+        # float32, summed in another order.
         torch.testing.assert_close(got, model(layer, experts, x), atol=2e-4, rtol=1e-4)
 
 

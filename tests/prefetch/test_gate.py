@@ -9,7 +9,7 @@ from vllm_dymoe.prefetch import Gate
 
 
 def naive_choice(logits, top_k, scoring, correction, groups, top_groups):
-    """DeepSeek-V3's choice of experts, one token at a time, in plain Python."""
+    """Choose experts as DeepSeek-V3 does, one token at a time, in plain Python."""
     scores = [1 / (1 + torch.exp(-v)) if scoring == "sigmoid" else torch.exp(v) for v in logits]
     if scoring == "softmax":
         scores = [score / sum(scores) for score in scores]

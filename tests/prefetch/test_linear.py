@@ -1,4 +1,4 @@
-"""Least squares from sums: results for few tokens, for many, and for tokens that are not finite."""
+"""Least squares from sums: for few tokens, for many, and for tokens with NaN."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def trained(tokens, look_ahead=2, trace=TRACE):
 
 
 def accuracy(network, ahead=1):
-    """Share of chosen experts that it predicts for tokens it was not trained on."""
+    """Return the share of chosen experts that it predicts for unseen tokens."""
     ids, x, right = UNSEEN.experts.long(), UNSEEN.router_inputs, []
     for later in range(ahead, WIDE.num_layers):
         scores = network.logits(later, ids[:, later - ahead], x[:, later - ahead], ahead)
@@ -55,7 +55,7 @@ def test_few_tokens_lose_hardly_anything_and_many_win(ahead):
 
 
 def test_the_sums_are_those_of_the_ridge_regression():
-    """Against a direct solution in float64, from layer 1 to layer 3."""
+    """Compare with a direct solution in float64, from layer 1 to layer 3."""
     x, ids = TRACE.router_inputs.double(), TRACE.experts.long()
     features = torch.cat([chosen(ids[:, 1], WIDE.num_experts).double(), x[:, 1]], 1)
     weights = TRACE.gates.weights[3].double()

@@ -20,12 +20,12 @@ def step(predictor, inputs, phase=Phase.DECODE, ids=None):
         wanted = torch.zeros(len(x), 1, dtype=torch.int32) if ids is None else ids[layer]
         predictor.observe(Routing(layer, 9, x, wanted, torch.ones(wanted.shape), phase))
         named.append(predictor.predict(layer))
-        x.fill_(torch.nan)  # from now on its memory belongs to others
+        x.fill_(torch.nan)  # others may overwrite the memory from now on
     return named
 
 
 def intersection(weights, inputs, layer, token, k, p):
-    """Eqs. 5 and 6 for one token, in plain Python."""
+    """Return the predicted set for one token by Eqs. 5 and 6, in plain Python."""
     sets = []
     for m in range(max(0, layer - p), layer):
         scores = (weights[layer] @ inputs[m][token]).tolist()
@@ -37,9 +37,9 @@ def intersection(weights, inputs, layer, token, k, p):
 def test_it_is_the_intersection(seed, k, p, tokens):
     gates, weights = random_gates(LAYERS, EXPERTS, HIDDEN, seed)
     inputs = random_inputs(LAYERS, tokens, HIDDEN, seed)
-    inputs += inputs.mean(0) * 4  # so that layers agree somewhere
+    inputs += inputs.mean(0) * 4  # so that layers agree on some experts
     predictor = MeetingOfLayers(gates, k, p)
-    for _ in range(2):  # the second step must not meet layers of the first
+    for _ in range(2):  # the second step must not use layers of the first
         named = step(predictor, [x.clone() for x in inputs])
         assert named[-1] == []
         for layer in range(1, LAYERS):
@@ -82,9 +82,9 @@ class Told:
 
 def test_the_tuner_hears_of_every_layer_that_was_foreseen():
     gate = Gate(lambda x: x)
-    tuner, held = Told(), {1: {1, 3}, 2: {0, 2, 3}}  # a prediction that is resident moves nothing
+    tuner, held = Told(), {1: {1, 3}, 2: {0, 2, 3}}  # resident experts are predicted without a transfer
     predictor = MeetingOfLayers([gate] * 3, 2, 1, tuner, held.__getitem__)
-    x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])  # every layer predicts experts 0 and 1
+    x = torch.tensor([[4.0, 3.0, 2.0, 1.0]])  # the gate of every layer predicts experts 0 and 1
     ids = [torch.tensor([chosen]) for chosen in ([0, 1, 2], [1, 2, 3], [2, 3, 2])]
     step(predictor, [x.clone() for _ in range(3)], ids=ids)
     assert tuner.records == [(1, 1, 2, 2), (2, 1, 2, 2)]
@@ -118,7 +118,10 @@ def test_a_tuner_changes_how_many_meet():
 
 
 def test_a_long_prompt_is_asked_about_by_some_of_its_tokens():
-    """The inputs of six layers of 8,192 tokens would take 400 MB in addition to the budget for Mixtral."""
+    """The inputs of all tokens would take too much memory besides the budget.
+
+    For six layers of Mixtral and 8,192 tokens these are 400 MB.
+    """
     gates, _ = random_gates(LAYERS, EXPERTS, HIDDEN)
     inputs = random_inputs(LAYERS, 4000, HIDDEN)
     predictor, some = MeetingOfLayers(gates, 3, 2), MeetingOfLayers(gates, 3, 2)

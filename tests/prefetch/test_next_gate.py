@@ -18,7 +18,7 @@ def ask(predictor, layer, x, phase):
 
 
 def best_of(weight, x, k):
-    """Eq. 6 and the choice of experts, in plain Python."""
+    """Return the best experts by Eq. 6, in plain Python."""
     scores = torch.softmax(x @ weight.T, -1).tolist()
     order = sorted(range(len(scores)), key=lambda expert: scores[expert], reverse=True)
     return {expert: scores[expert] for expert in order[:k]}

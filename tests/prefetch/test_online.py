@@ -1,4 +1,4 @@
-"""Training while steps run: which networks are adopted, which are not, and the cost."""
+"""Training while steps run: which networks are adopted, and what it costs."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def make(memory=EVERYTHING, **options):
 
 
 def serve(training, tokens, batch=3, trace=TRACE, gates=GATES):
-    """Run steps of one batch each; returns the numbers of the steps that adopted a better network."""
+    """Run steps of one batch each; return those that adopted a better network."""
     better = []
     for step, at in enumerate(range(tokens.start, tokens.stop, batch)):
         for layer in range(WIDE.num_layers):
@@ -47,7 +47,7 @@ def test_a_candidate_is_judged_on_later_tokens_and_adopted_in_place():
     assert incumbent == pytest.approx(gate, abs=0.01), "nothing was trained: it is the next gate"
     assert training.network is network
     assert not torch.equal(network.gates, before)
-    # The same result as from all these tokens at once.
+    # Training on all these tokens at once gives the same result.
     seen = slice(0, verdict.trained_on)
     whole = train_on(TRACE.gates, WIDE, TRACE.experts[seen], TRACE.router_inputs[seen], torch.zeros(4, 8), 2)
     for name in ("tables", "gates", "tables.2", "gates.2"):
@@ -56,7 +56,7 @@ def test_a_candidate_is_judged_on_later_tokens_and_adopted_in_place():
 
 
 def test_what_names_no_more_than_the_next_gate_is_not_adopted():
-    still = residual_stream(moves=0.0)  # layers do not change what the next gate sees
+    still = residual_stream(moves=0.0)  # the layers do not change what the next gate reads
     training = make(first_tokens=64, judged_tokens=64)
     assert serve(training, range(1000), trace=still, gates=gates_of(still)) == []
     assert training.verdicts

@@ -1,4 +1,4 @@
-"""Predictions that do not pay become rare, and are tried again."""
+"""Predictions that do not pay become rare, and are tried again later."""
 
 import random
 
@@ -8,7 +8,10 @@ from vllm_dymoe.prefetch.pace import Pace, StepPace
 
 
 def use(pace, rounds, needed, hidden=1.0, cost=0.0):
-    """Make predictions of two experts each, of which some are needed; returns the number of predictions made."""
+    """Predict two experts a round, ``needed`` of them correctly; return the rounds.
+
+    Rounds in which the pace makes no prediction are not counted.
+    """
     asked = 0
     for _ in range(rounds):
         if pace.acts():
@@ -66,7 +69,10 @@ def test_every_layer_has_its_turn(layers, interval):
 
 
 def paced_steps(costs, changes=(0,), spread=0.2, steps=1500):
-    """Return of which steps a pace prefetches, whose times are random around 1 without and ``costs`` with prefetch."""
+    """Return of which steps a pace prefetches.
+
+    Times are random: around 1 without prefetching, and around ``costs`` with it. A cost holds from its change on.
+    """
     now, generator, acted = [0.0], random.Random(3), []
     pace = StepPace(lambda: now[0])
     for number in range(steps):

@@ -17,7 +17,7 @@ def see(predictor, layer, ids, phase=Phase.DECODE):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-1, 5), min_size=2, max_size=2)), max_size=40))
 def test_shares_are_those_of_equation_2(observed):
-    """Without decay; -1 is another rank's expert."""
+    """Without decay; -1 stands for an expert of another rank."""
     predictor = Popularity(3, 6, decode_experts=6, half_life=float("inf"))
     counts = [Counter() for _ in range(3)]
     for layer, ids in observed:
@@ -61,7 +61,7 @@ def test_a_prefill_is_told_of_more_than_a_decode_step():
 
 
 def test_the_first_layer_is_foreseen_for_the_phase_that_begins():
-    """No router has run yet, and the last step's purpose says nothing."""
+    """No router has run yet, and the phase of the last step does not matter."""
     predictor = Popularity(2, 8, decode_experts=2)
     see(predictor, 0, [[0, 1], [0, 2], [3, 4]])
     predictor.begin_step(Phase.PREFILL)

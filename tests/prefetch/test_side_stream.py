@@ -1,4 +1,7 @@
-"""On a side stream, predictors give the inline predictions, from the layer's inputs, and only once."""
+"""Predictors on a side stream predict what they predict inline.
+
+They read the layer's inputs once.
+"""
 
 from itertools import pairwise
 
@@ -32,7 +35,7 @@ def random_network(history):
 
 
 def observe(predictor, layer, seed, tokens, phase):
-    """Observe a layer's routing, with inputs that are overwritten once the next layer runs."""
+    """Observe a layer's routing; return its tensors, which the test overwrites later."""
     x = random_inputs(1, tokens, HIDDEN, 10 * seed + layer)[0] + 2 * random_inputs(1, tokens, HIDDEN, seed)[0]
     ids = torch.randint(0, EXPERTS, (tokens, TOP_K), generator=torch.Generator().manual_seed(10 * seed + layer))
     predictor.observe(Routing(layer, LAYERS, x, ids, torch.ones(tokens, TOP_K), phase))
@@ -45,7 +48,7 @@ def observe(predictor, layer, seed, tokens, phase):
 )
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_a_side_stream_changes_no_answer(name, phases, tokens):
-    """Also after a step that ended in its first layer, whose prediction was started and never read."""
+    """A step that ended in its first layer leaves a prediction that nobody reads."""
     stream, named = RecordedStream(), []
     inline, later = PREDICTORS[name](Inline()), PREDICTORS[name](stream)
     assert (inline.answers_later, later.answers_later) == (False, True)
@@ -80,6 +83,6 @@ def test_copies_of_a_prompts_inputs_are_what_the_budget_has_for_them(kind):
         predictor.observe(Routing(layer, 3, x, torch.zeros(0, 0).int(), torch.zeros(0, 0), Phase.PREFILL))
         predictor.begin(layer)
     copies = [tensor for copies in stream.copies for tensor in copies[:1]][-1:] or list(predictor._inputs)
-    taken = sum(2 * tensor.numel() for tensor in copies)  # 16-bit copies
+    taken = sum(2 * tensor.numel() for tensor in copies)  # copies have 16 bits
     assert 0 < taken <= predictor.nbytes < 2 * 3 * tokens * hidden
     assert kind(gates, hidden=hidden, **how).nbytes == 0, "without a stream of its own nothing is copied for it"

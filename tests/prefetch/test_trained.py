@@ -1,4 +1,4 @@
-"""The trained predictor step by step; test_side_stream.py tests it on a side stream."""
+"""The trained predictor; test_side_stream.py tests it on a side stream."""
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ WEIGHTS = torch.ones(1, SIZES.top_k)
 
 
 def step(predictor, tokens, phase=Phase.DECODE, spoil=False, prompt=None):
-    """Predictions for one step of these tokens; ``spoil`` overwrites a layer's tensors when the next one runs."""
+    """Return the predictions for one step of these tokens.
+
+    With ``spoil``, a layer's tensors are overwritten after its prediction.
+    """
     answers = []
     for layer in range(SIZES.num_layers):
         ids = TRACE.experts[tokens, layer].int()
@@ -67,7 +70,7 @@ def test_rows_that_decode_beside_prompts_are_asked_about_and_the_popular_ones_fo
     own = step(alone, slice(24, 25))
     favourites = step(prompts, slice(20, 28), Phase.PREFILL)
     step(predictor, slice(20, 28), Phase.PREFILL)
-    for _ in range(2):  # another step has other rows
+    for _ in range(2):  # the second step has other rows
         both = step(predictor, slice(20, 28), Phase.PREFILL, prompt=told)
         for named, decoded, popular in zip(both[:-1], own[:-1], favourites[:-1], strict=True):
             experts = [candidate.expert for candidate in named]
@@ -98,7 +101,7 @@ def test_a_step_knows_nothing_of_the_step_before():
     alone = step(TrainedPredictor(fold(MODELS["seeing"]), SIZES.top_k), slice(9, 10))
     step(predictor, slice(4, 5))
     ids, x = TRACE.experts[5:6, 0].int(), TRACE.router_inputs[5:6, 0]
-    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))  # a step that ends in its first layer
+    predictor.observe(Routing(0, 9, x, ids, WEIGHTS, Phase.DECODE))  # this step ends in its first layer
     assert step(predictor, slice(9, 10)) == alone
 
 
@@ -114,7 +117,7 @@ def test_a_prefill_gets_the_most_popular_and_no_network_is_asked():
 def test_before_a_step_the_first_layers_most_popular_are_named():
     network = fold(MODELS["linear"])
     predictor = TrainedPredictor(network, SIZES.top_k)
-    for _ in range(2):  # also after a decode step
+    for _ in range(2):  # the second time after a decode step
         order = network.popularity[0].argsort(descending=True).tolist()
         assert [candidate.expert for candidate in predictor.predict(-1)] == order
         step(predictor, slice(9, 10))

@@ -27,7 +27,7 @@ KINDS = {
 def test_it_learns_what_there_is_to_learn_and_more_than_counting_does(kind):
     trained = train(made_up(), KINDS[kind], QUICK)
     accuracy = {name: rates["accuracy"] for name, rates in trained.metrics.items()}
-    # Nine in ten choices of two of the three layers are predictable; a quarter of the third is right by chance.
+    # Of two of the three layers, nine in ten choices are predictable. In the third layer a quarter is right by chance.
     # Affinity does not see what the last layer depends on.
     assert accuracy["trained"] > 0.6
     assert accuracy["trained"] > accuracy["affinity"] + 0.1 > accuracy["popularity"] + 0.2
@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_network_and_leaves_other_random_numbers_al
 
 
 def test_it_stops_when_the_held_out_requests_are_foreseen_no_better():
-    """From pure noise the network can learn nothing except the training tokens by heart."""
+    """From pure noise the network can only learn the training tokens by heart."""
     epochs = []
     trace = made_up(requests=10, tokens=20, noise=1.0)
     recipe = Recipe(epochs=60, patience=2, batch=32)

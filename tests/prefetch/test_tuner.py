@@ -15,7 +15,7 @@ def settings_of(heop):
 
 
 class Workload:
-    """A model with known best K and P for each group, and noisy costs."""
+    """A model with known best K and P for each group, and with noisy costs."""
 
     def __init__(self, best, seed=0, noise=0.5):
         self.best, self.noise, self.chance = best, noise, random.Random(seed)

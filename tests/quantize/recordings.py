@@ -6,7 +6,10 @@ from vllm_dymoe.quantize.recording import PartWriter, Recording
 
 
 def correlated_inputs(tokens, columns, seed):
-    """Inputs like hidden states: few directions carry most of the energy, and columns differ in size."""
+    """Return float32 inputs [tokens, columns] that resemble hidden states.
+
+    Few directions carry most of the energy, and columns differ in size.
+    """
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator) * (0.9 ** torch.arange(columns)).unsqueeze(1)
     sizes = torch.rand(columns, generator=generator) * 3 + 0.1
@@ -23,7 +26,10 @@ def routing(tokens, num_experts, top_k, seed, rare=()):
 
 
 def write_recording(folder, *, layers, num_experts, top_k, hidden, parts=(300, 200), rare=(), **described):
-    """A complete recording; returns it with the inputs and the routing (weights, experts) of each layer."""
+    """Write a complete recording; return it, its inputs and its routing.
+
+    The routing of each layer is (weights, experts).
+    """
     defaults = {"model": "0123", "texts": "4567", "dtype": "bfloat16", "activation": "silu"}
     recording = Recording(
         parts=tuple(parts),

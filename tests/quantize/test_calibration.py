@@ -1,4 +1,4 @@
-"""Uses of recorded inputs: Hessians of each expert, and stores that GPTQ wrote."""
+"""Uses of recorded inputs: Hessians of experts, token counts and thresholds."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,10 @@ def matrices(layer, expert, *, bias=False):
 
 
 def routed(recorded, layer, expert):
-    """An expert's routed inputs [tokens, hidden] and weights [tokens, 1], both float64."""
+    """Return an expert's routed inputs and weights, both float64.
+
+    Their shapes are [tokens, hidden] and [tokens, 1].
+    """
     _, inputs, routing = recorded
     weights, experts = routing[layer]
     rows = (experts == expert).any(1)
@@ -42,12 +45,12 @@ def routed(recorded, layer, expert):
 
 
 def hessian(inputs, weights):
-    """By definition: the sum over tokens."""
+    """Compute the Hessian by definition, a sum over tokens."""
     return torch.einsum("ti,tj,t->ij", inputs, inputs, weights.flatten().square())
 
 
 def inner_inputs(x, found, activation):
-    """The input of the down projection, by definition."""
+    """Compute the input of the down projection by definition."""
     (gate, gate_bias), (up, up_bias) = (
         tuple(None if part is None else part.double() for part in found[projection])
         for projection in (Projection.GATE, Projection.UP)
@@ -56,7 +59,7 @@ def inner_inputs(x, found, activation):
 
 
 def assert_close(found, expected):
-    # float32 sums of a few hundred products against float64.
+    # The bound is for float32 sums of a few hundred products, against float64.
     assert (found.double() - expected).norm() < 1e-5 * expected.norm()
 
 
@@ -101,7 +104,7 @@ def test_thresholds_begin_where_the_calibrations_routers_hold_retention(recorded
             sums = torch.zeros(6).index_add_(0, experts[rows].flatten(), weights[rows].flatten())
             found[0].append(sums[sums > 0])
         found[1].extend(weights)
-    # Prompts use 24 experts in all; one of a token's two is always high.
+    # Shares are coarse: prompts use 24 experts in all, and one of a token's two experts is always high.
     for curve, shares, wanted, off in zip(
         (prompts, tokens), found, (retention, max(retention, 0.5)), (1 / 12, 0.03), strict=True
     ):
@@ -130,7 +133,7 @@ def test_what_is_not_a_calibration_of_this_model_is_refused(recorded, tmp_path):
     recording, _, _ = write_recording(tmp_path, layers=(1, 2), num_experts=6, top_k=2, hidden=HIDDEN)
     part = recording.part(tmp_path, 1)
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(CalibrationError, match=r"part-00001.safetensors cannot be read .* remove it"):
+    with pytest.raises(CalibrationError, match="part-00001"):
         Calibration(tmp_path)
     part.unlink()
     with pytest.raises(CalibrationError, match="lacks 1 of 2 parts"):

@@ -1,4 +1,4 @@
-"""The record of errors: its numbers, and that they do not depend on the order of the work."""
+"""The record of errors: its numbers, for any order of the work."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from vllm_dymoe.quantize.error_tally import ErrorTally
 from vllm_dymoe.quantize.gptq import Curvature, quantize_gptq
 from vllm_dymoe.quantize.packer import ExpertPacker
 
-ODD = {"hidden": 72, "intermediate": 40}  # multiples of no group size
+ODD = {"hidden": 72, "intermediate": 40}  # no multiples of a group size
 
 
 def packed_store(folder, experts, quantizer="rtn"):

@@ -1,4 +1,4 @@
-"""GPTQ against a plain implementation, column by column with an inverse for each, and against rounding."""
+"""GPTQ against a plain implementation and against rounding."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def readings(codes, format):
 
 
 def output_norm(inputs, error):
-    """Squared norm of an output error, with GPTQ's damping."""
+    """Return the squared norm of an output error, with GPTQ's damping."""
     inputs, error = inputs.double(), error.double()
     damping = DAMPING * inputs.square().sum(0).mean()
     return ((inputs @ error.t()).square().sum() + damping * error.square().sum()).item()
@@ -34,11 +34,11 @@ def output_error(inputs, weight, matrix):
 
 
 def plain_gptq(weight, hessian, scales, zeros, group_size, bits, low_weight=0.0):
-    """Codes by definition (OBQ's update for one column): the best change of the remaining columns.
+    """Return GPTQ's codes by definition, with OBQ's update column by column.
 
-    For column i, with H the Hessian of the remaining columns, they change by -(w_i - q_i) / [H^-1]_ii * [H^-1]_i; every
-    inverse is computed anew, in float64, and all codes are tried. With a weight for the low version each code is
-    evaluated in both versions, and one sweep of coordinate descent follows.
+    After column i is quantized, the remaining columns change by -(w_i - q_i) / [H^-1]_ii * [H^-1]_i, where H is their
+    Hessian. Every inverse is computed anew in float64, and all codes are tried. If the low version has a weight, each
+    code is evaluated in both versions, and one sweep of coordinate descent follows.
     """
     hessian = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
     order = hessian.diagonal().argsort(descending=True, stable=True).tolist()
@@ -99,7 +99,7 @@ def test_codes_of_two_readings_are_those_of_the_plain_algorithm(bits, rows, colu
 
 @pytest.mark.parametrize("noise", [0.05, 1.0], ids=["columns alike", "columns apart"])
 def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
-    """For any inputs, which decide how much better the high version is."""
+    """The inputs decide how much better the high version is, so they are of two kinds."""
     inputs, weight = correlated_inputs(3000, 256, 3), random_weight(64, 256, 4)
     inputs += noise * torch.randn(inputs.shape, generator=torch.Generator().manual_seed(5))
     seen, unseen = inputs[:2000], inputs[2000:]
@@ -118,7 +118,7 @@ def test_the_low_reading_gains_and_the_high_one_loses_little(noise):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("columns", [256, 200])
 def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
-    """On unseen inputs of the same kind."""
+    """Outputs are compared on unseen inputs of the same kind."""
     inputs = correlated_inputs(3000, columns, 3)
     seen, unseen = inputs[:2000], inputs[2000:]
     weight = random_weight(64, columns, 4)
@@ -129,13 +129,13 @@ def test_the_output_is_much_nearer_than_that_of_rounding(bits, columns):
 
 
 def test_few_tokens_and_columns_that_are_always_zero():
-    """An expert with few tokens has a Hessian of low rank; damping makes it invertible."""
+    """With few tokens the Hessian has low rank; damping makes it invertible."""
     inputs = correlated_inputs(6, 64, 10)
     inputs[:, 5] = 0
     weight = random_weight(8, 64, 11)
     matrix = quantized(weight, 4, partial(quantize_gptq, curvature=Curvature.of(inputs.t() @ inputs)))
     assert bool(torch.isfinite(dequantize(matrix)).all())
-    # No other column compensates one without inputs, and it changes by less than its own step.
+    # A column without inputs does not compensate for others, so it changes by less than its own step.
     assert (dequantize(matrix) - weight)[:, 5].abs().max() < 0.05
     assert output_error(inputs, weight, matrix) < 0.5 * output_error(
         inputs, weight, quantized(weight, 4, QUANTIZERS["rtn"])

@@ -1,4 +1,4 @@
-"""Untrusted checkpoints: they can name no file outside their folder, and cost no more than their size."""
+"""Untrusted checkpoints: no file outside their folder, no cost beyond their size."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def test_a_link_leads_to_a_file_of_the_checkpoint(indexed, model, tmp_path):
 
 
 def test_a_snapshot_of_the_hub_has_links_into_its_own_blobs(model, tmp_path):
-    """The layout of huggingface_hub: models--a--b/snapshots/REVISION/x -> ../../blobs/HASH."""
+    """huggingface_hub's layout: models--a--b/snapshots/REVISION/x -> ../../blobs/HASH."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(model.folder.iterdir())):
@@ -71,7 +71,7 @@ def test_a_snapshot_of_the_hub_has_links_into_its_own_blobs(model, tmp_path):
 
 
 def test_a_file_for_the_model_is_copied_only_from_its_folder(model, tmp_path):
-    """This includes tokenizers and templates: what is served may be published."""
+    """A quantized model may be published, so a link must not put a private file there."""
     secret = tmp_path / "secret.json"
     secret.write_text("{}")
     (model.folder / "tokenizer.json").symlink_to(secret)

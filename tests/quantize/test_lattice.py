@@ -1,4 +1,4 @@
-"""Lattice codes for a matrix: the choices of both implementations and of more sweeps, and the scales of rows."""
+"""Lattice codes of a matrix: choices of both implementations, and row scales."""
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ CURVATURE = Curvature.of(INPUTS.t() @ INPUTS)
 
 
 def readings():
-    """The low and the high version, dequantized: [rows, columns] for rotated inputs."""
+    """Return the low and the high version, dequantized for rotated inputs.
+
+    Both are [rows, columns].
+    """
     base, residual = (torch.zeros(form.nbytes, dtype=torch.uint8) for form in (WIDE.base, WIDE))
     lattice.quantize_lattice(WEIGHT, WIDE, CURVATURE, residual, base)
     low = WIDE.base.view(base)
@@ -31,7 +34,7 @@ def products(left, right):
 
 def test_rows_of_the_low_reading_are_unbiased_and_those_of_the_high_one_as_large_as_they_were():
     low, high = readings()
-    # Scales have eight bits, as bfloat16 numbers.
+    # The tolerance is that of the scales: bfloat16 has eight significant bits.
     torch.testing.assert_close(products(WEIGHT, low), products(WEIGHT, WEIGHT), rtol=2**-8, atol=0)
     torch.testing.assert_close(products(high, high), products(WEIGHT, WEIGHT), rtol=2**-7, atol=0)
 
@@ -50,6 +53,6 @@ def test_both_implementations_choose_the_same_points(monkeypatch):
     fast = readings()
     monkeypatch.setattr(native, "load", lambda: None)
     for ours, theirs in zip(readings(), fast, strict=True):
-        # With another order of sums a near tie may be decided differently; all later choices then differ.
+        # Sums in another order may decide a near tie differently, and then all later choices differ.
         assert (ours == theirs).float().mean() > 0.9
         assert CURVATURE.output_norm(ours - WEIGHT) == pytest.approx(CURVATURE.output_norm(theirs - WEIGHT), rel=0.01)

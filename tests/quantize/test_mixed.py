@@ -1,4 +1,7 @@
-"""Checkpoints whose experts have a format for each layer or projection dequantize correctly, bit for bit."""
+"""Checkpoints with several formats of experts dequantize correctly, bit for bit.
+
+The format may depend on the layer or on the projection.
+"""
 
 import json
 
@@ -14,7 +17,10 @@ WORDS = ("gate_proj", "up_proj", "down_proj")
 
 
 def mixed_model(folder, kind, plain):
-    """A model with experts of a kind, except those with ``plain`` in their names; and all of them dequantized."""
+    """Make a model with experts of a kind; return it and all experts dequantized.
+
+    Those with ``plain`` in their names stay unquantized.
+    """
     model = make_model(folder, dtype=dtype_of(kind))
     wanted = {}
     for (position, expert, projection), weight in model.experts.items():
@@ -33,7 +39,7 @@ def mixed_model(folder, kind, plain):
 @pytest.mark.parametrize("kind", ["gptq", "awq", "nvfp4-modelopt", "fp8-compressed-tensors", "int8"])
 @pytest.mark.parametrize("plain", [f"layers.{MOE_LAYERS[1]}.", "down_proj"])
 def test_every_weight_is_what_the_checkpoint_says(tmp_path, monkeypatch, kind, plain):
-    monkeypatch.setattr("tests.cli.checkpoints.INTERMEDIATE", 64)  # whole words in every format
+    monkeypatch.setattr("tests.cli.checkpoints.INTERMEDIATE", 64)  # fills whole words in every format
     model, wanted = mixed_model(tmp_path / "model", kind, plain)
     model.save()
     out = tmp_path / "out"

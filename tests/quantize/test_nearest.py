@@ -1,4 +1,4 @@
-"""Experts of drafts are rounded to the format of their model's experts, for every format."""
+"""A draft's experts are rounded to the format of the model's, for every format."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from vllm_dymoe.quantize import QUANTIZERS, quantize_matrix
 from vllm_dymoe.quantize.held import nearest
 
 ROWS, COLUMNS = 24, 130  # neither whole blocks nor whole groups
-# Half of the largest step between neighbours, relative to a group's largest weight: 1/7 for 4-bit integers, from 4 to 6
-# of 6 for e2m1 (and a power of two that may be twice too large), 1/16 for e4m3 by its mantissa.
+# The bound is half of the largest step between neighbours, relative to a group's largest weight. That step is 1/7 for
+# 4-bit integers; 2/6 for e2m1, from 4 to 6 (twice that for MXFP4, whose scale is a power of two that may be twice too
+# large); and about 1/16 for e4m3, by its mantissa.
 BOUNDS = {
     "integers": (STEPS[4], {"integer_zeros": True}, 1 / 14),
     "ordered": (STEPS[4], {"act_order": True}, 1 / 14),

@@ -1,4 +1,4 @@
-"""Parts of a recording: their contents, what an interrupted run leaves, and what is refused."""
+"""Parts of a recording: contents, interrupted runs and refusals."""
 
 import json
 import os
@@ -20,7 +20,10 @@ def writer(path, tokens=TOKENS):
 
 
 def steps(layer):
-    """The inputs and the routing of one layer, in steps of odd sizes, with more tokens than are kept."""
+    """Return a layer's inputs and routing, split into steps of odd sizes.
+
+    They have more tokens than are kept.
+    """
     inputs = correlated_inputs(TOKENS + 9, HIDDEN, layer).bfloat16()
     kinds = (inputs, *routing(TOKENS + 9, 5, TOP_K, layer))
     return list(zip(*(kind.split([1, 17, 0, 20, 21]) for kind in kinds), strict=True))
@@ -53,13 +56,13 @@ def test_a_part_is_not_there_before_it_is_complete(tmp_path):
     for layer in range(LAYERS):
         part.add(layer, *steps(layer)[1])
     assert not path.exists()
-    with pytest.raises(CalibrationError, match="33 tokens fewer than the 50 of part-00000"):
+    with pytest.raises(CalibrationError, match="33 tokens fewer"):
         part.finish()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_run_left_is_written_again(tmp_path):
-    """The next run writes the bytes of an undisturbed one."""
+    """The next run writes the same bytes as an undisturbed one."""
     path, again = tmp_path / "part-00000.safetensors", tmp_path / "again.safetensors"
     killed = writer(path, tokens=TOKENS * 2)  # longer than the final recording
     killed.add(0, *steps(0)[3])
@@ -80,12 +83,12 @@ def test_two_processes_do_not_write_one_part(tmp_path):
 
 
 def test_a_disk_that_refuses_is_a_sentence(tmp_path):
-    with pytest.raises(CalibrationError, match=r"cannot be written \(No such file or directory\)"):
+    with pytest.raises(CalibrationError, match="No such file"):
         writer(tmp_path / "nowhere" / "part-00000.safetensors")
     part = writer(tmp_path / "part-00000.safetensors")
     os.close(part._file)
     part._file = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(CalibrationError, match=r"cannot be written \(No space left on device\)"):
+    with pytest.raises(CalibrationError, match="No space left"):
         part.add(0, *steps(0)[1])
 
 
@@ -104,11 +107,11 @@ def test_manifest_and_parts(tmp_path):
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
     recording, _, _ = write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
     check_space(recording, tmp_path)
-    sentence = r"10{15} tokens in .* needs 67.5 PiB, but its disk has .* left .* free some space, or record fewer"
+    sentence = r"10{15} tokens .* 67\.5 PiB"
     with pytest.raises(CalibrationError, match=sentence):
         check_space(replace(recording, parts=(*recording.parts, 10**15)), tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300))
-    with pytest.raises(CalibrationError, match=r"needs 760 B, but its disk has 300 B left"):
+    with pytest.raises(CalibrationError, match=r"760 B.* 300 B"):
         check_space(replace(recording, parts=(*recording.parts, 10)), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Work on all cores: results in order, one core for each piece, and no more pieces than memory allows."""
+"""Work on all cores: order of results, one core per piece, bounded memory."""
 
 import os
 import threading

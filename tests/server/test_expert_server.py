@@ -1,4 +1,4 @@
-"""The server: residency never changes values, skipped experts are left out, and failures leave nothing behind."""
+"""The server: residency never changes values, and failures leave nothing behind."""
 
 import contextlib
 import itertools
@@ -84,7 +84,7 @@ def test_another_ranks_experts_add_nothing(memory_store):
     theirs = torch.where(ids >= 3, ids, -1)
     both = forward(server, 0, x, weights, mine).float() + forward(server, 0, x, weights, theirs).float()
     whole = forward(server, 0, x, weights, ids).float()
-    # Three roundings to bf16 (8 bits) instead of one.
+    # Rounded to bf16 (8 bits) three times instead of once.
     torch.testing.assert_close(both, whole, rtol=2e-2, atol=2e-2 * whole.abs().max().item())
     none = forward(server, 0, x, weights, torch.full_like(ids, -1))
     assert bool((none == 0).all())
@@ -98,15 +98,17 @@ def test_no_tokens_are_no_work(memory_store):
 
 @pytest.mark.parametrize("blocks", [0, 1 << 20])
 def test_a_transfer_by_the_cores_that_compute_takes_turns_with_computation(memory_store, blocks, monkeypatch):
-    """Where a core copies, all arrivals and hits share one call; where reads wait for a disk, the first computes on
-    arrival.
+    """Copying and computing share the cores.
+
+    If a core copies, all arrivals and hits are computed in one call. If reads wait for a disk, the first expert is
+    computed on arrival.
     """
     from_disk = itertools.count(step=blocks)
     usage = lambda who: SimpleNamespace(ru_inblock=next(from_disk))  # noqa: E731
     monkeypatch.setattr("vllm_dymoe.cache.transfer.delivery.resource.getrusage", usage)
     server = make_server(memory_store, low=0)
     x, weights, ids = random_step(0, 40, memory_store.experts)
-    for layer in (0, 1):  # the kind of its reads reveals which of the two this store is
+    for layer in (0, 1):  # the server learns from these reads whether a core copies
         forward(server, layer, x, weights, ids)
     assert server.engine.occupies_cores == (blocks == 0)
     calls, compute = [], server.kernel.compute
@@ -169,7 +171,10 @@ STORE = make_store(make_experts())
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("wrong", [6, 32768, 65536, 65537, 1 << 40, -2])
 def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_store, tokens, wrong):
-    """Also where ids wrap in 16 bits: two tokens of expert 65537 were computed with expert 1."""
+    """The ids include some that wrap in 16 bits.
+
+    Once, two tokens of expert 65537 were computed with expert 1.
+    """
     server = with_budget(memory_store, "50%")
     x, weights, ids = random_step(1, tokens, memory_store.experts)
     want = forward(server, 0, x, weights, ids)

@@ -1,4 +1,4 @@
-"""How misses are served on an emulated card, chosen by measured steps and kept between starts."""
+"""How misses are served on an emulated card: chosen by measuring steps, then kept."""
 
 import itertools
 
@@ -17,11 +17,14 @@ from vllm_dymoe.server.misses import choose_misses
 pytestmark = pytest.mark.skipif(native.load() is None, reason="only the native library answers a device")
 
 STORE = make_store(make_experts(layers=3, num_experts=16))
-EXPERT_MS = STORE.experts.formats[4].nbytes / 1e-3 / 1e9  # link_gbps at which an expert takes a millisecond
+EXPERT_MS = STORE.experts.formats[4].nbytes / 1e-3 / 1e9  # link_gbps at which an expert takes 1 ms
 
 
 class Card:
-    """Makes servers and keeps what is said; on its clock a step of each way takes what a test says."""
+    """Creates servers and keeps the log lines.
+
+    On its clock, a step takes the time that the test sets for each way to serve misses.
+    """
 
     def __init__(self, seconds=None, budget="25%", link=EXPERT_MS):
         self.made, self.said, self._seconds = [], [], seconds
@@ -114,7 +117,7 @@ def card_of_fetch():
 
 
 def test_a_slow_link_is_shared_as_measured():
-    """By the real clock, behind a link on which an expert takes 20 ms."""
+    """With the real clock, and a link on which an expert takes 20 ms."""
     card = Card(link=EXPERT_MS / 20)
     server = card.choose()
     assert server.options.misses == "share"

@@ -1,4 +1,4 @@
-"""The policy `dymoe` in the server: the cache's three rules, skipping, budgets, and changes while it runs."""
+"""The policy `dymoe` in the server: cache rules, skipping, budgets, live changes."""
 
 import itertools
 from dataclasses import replace
@@ -85,7 +85,7 @@ def run(server, taken=STEPS):
 
 
 class Recorded:
-    """The computed version of each expert, and the version that the policy had requested."""
+    """Records each expert's requested version, and the version that was computed."""
 
     def __init__(self, server):
         self.versions, self.plans = [], []
@@ -113,7 +113,7 @@ class Recorded:
 
 
 class Replayed(Policy):
-    """The versions that another server computed, as a plan."""
+    """A policy that requests the versions which another server computed."""
 
     versions: Any
 
@@ -133,8 +133,8 @@ def test_the_three_rules_of_the_cache_through_the_policy(budget):
         for plan, versions in zip(recorded.plans, recorded.versions, strict=True)
         for e, got in versions.items()
     ]
-    # Promotion: an expert requested high is never computed low. Conservative reuse: one requested low may be computed
-    # high.
+    # Promotion: an expert requested at high is never computed at low. Conservative reuse: one requested at low may be
+    # computed at high.
     assert (Precision.HIGH, Precision.LOW) not in pairs
     assert pairs.count((Precision.LOW, Precision.HIGH)) == stats.reuses > 0
     assert pairs.count((Precision.LOW, Precision.LOW)) > 0
@@ -169,7 +169,7 @@ def test_without_reuse_no_budget_changes_a_bit(store, low, retention):
 
 
 def test_reuse_changes_nothing_but_which_version_is_computed():
-    """Invariant 1 where the cache may serve a higher version: the same versions give the same bits at any budget."""
+    """Invariant 1 with reuse: the same versions give the same bits at any budget."""
     server = make_server(budget="40%")
     recorded = Recorded(server)
     want = run(server)
@@ -206,7 +206,7 @@ def test_what_skipping_leaves_is_the_sum_over_the_others(rule):
         left = left / left.sum(1, keepdim=True).clamp_min(1e-9)
     exact = make_server(policy="exact", budget="100%", low=0)
     want = forward(exact, 2, x, left, ids)
-    # Rounded once to bf16; dividing in another order may change the last of its 8 bits.
+    # Both are rounded to bf16 once. Dividing in another order may change the last of its 8 bits.
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
 
 
@@ -322,7 +322,7 @@ def test_what_is_in_force_can_be_asked_for():
 
 
 def learnt(server):
-    """All state that a step leaves behind and that affects later steps, except where experts are."""
+    """Return all state that affects later steps, except where experts are."""
     table = server.cache.table
     thresholds = [threshold.tolist() for threshold in server.policy.precision.thresholds]
     return table.score.tolist(), table.used_at.tolist(), table.step.tolist(), thresholds

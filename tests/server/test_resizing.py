@@ -1,4 +1,7 @@
-"""Memory of a budget change: a smaller budget frees memory that others can allocate, a larger one is checked first."""
+"""The memory of a budget change.
+
+A smaller budget frees memory for others; a larger one is checked first.
+"""
 
 import re
 from types import SimpleNamespace
@@ -26,8 +29,9 @@ def rss():
 
 
 def test_what_a_smaller_budget_leaves_is_the_policies_again():
-    """Bytes relative to the slots' size, in this process; a view that a cancelled transfer holds keeps nothing
-    alive.
+    """A smaller budget frees the slots' memory in this process.
+
+    A view that a cancelled transfer still holds must not keep it alive.
     """
     store = MemoryStore(make_experts(layers=2, num_experts=32, hidden=1024, intermediate=512, bits=(4, 2)))
     server = make_server(store, "100%")
@@ -44,7 +48,7 @@ def test_what_a_smaller_budget_leaves_is_the_policies_again():
 
 
 def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
-    """Like reads of files: torch does not resize a storage that it shares with NumPy."""
+    """As after reads of files: torch does not resize a storage shared with NumPy."""
     experts = make_experts()
     files = random_store(experts, StoreWriter(tmp_path / "store", Manifest(experts, "dummy", "a model")), seed=1)
     server = make_server(files, "50%", low=0)
@@ -66,7 +70,10 @@ def test_a_devices_slots_are_freed_even_where_a_view_is_held():
 
 
 class Device:
-    """Memory of a device that others use, too: free bytes, and the part that computation needs."""
+    """Memory of a device that others use, too.
+
+    It knows how much is free and how much computation needs.
+    """
 
     def __init__(self, server, free, computing=0):
         self.total = free + sum(pool.nbytes for pool in server.cache.pools.values())
@@ -83,7 +90,7 @@ class Device:
 
 
 def use(server, device):
-    """Treat current and future slots as memory of a device."""
+    """Treat the current and future slots as memory of the given device."""
     server._parts.device_memory = server.cache.pools._device_memory = device
 
 
@@ -140,7 +147,7 @@ def test_old_memory_is_gone_before_new_memory_is_made(server, monkeypatch):
 
 
 class Torch:
-    """The calls of ``torch.cuda`` that report memory, over an allocator that keeps what is freed."""
+    """Replaces ``torch.cuda``'s memory calls; its allocator keeps what is freed."""
 
     def __init__(self, monkeypatch):
         self.free, self.cached, self.calls = 1000, 300, []

@@ -1,4 +1,4 @@
-"""The self-test of kernels accepts right ones, finds broken ones, and keeps its result for the same setup."""
+"""The self-test accepts right kernels, finds broken ones, and keeps its result."""
 
 import random
 from dataclasses import replace

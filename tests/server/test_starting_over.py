@@ -1,4 +1,4 @@
-"""Ranks that sum parts of the same experts decide alike, even after a step that one of them could not compute."""
+"""Ranks that share experts decide alike, even after one could not compute a step."""
 
 import contextlib
 
@@ -28,7 +28,10 @@ def state(rank):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_they_start_over_together(nested):
-    """Otherwise the rank that failed has learnt less, and would give experts another precision for a long time."""
+    """Ranks forget together what one of them has not learnt.
+
+    The rank that failed would otherwise give experts another precision for a long time.
+    """
     failing = FaultyStore(STORES[nested])
     ranks = [rank_of(store, retention=0.5) for store in (STORES[nested], failing)]
     assert all(rank.ranks_add_up for rank in ranks)

@@ -1,4 +1,7 @@
-"""Loads modules of a benchmark, which import each other by name as scripts do; several have a report.py."""
+"""Import a benchmark's modules, which import each other by name as scripts do.
+
+Several benchmarks have a report.py, so the modules of one are unloaded before the next.
+"""
 
 import contextlib
 import sys
@@ -12,8 +15,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @contextlib.contextmanager
 def modules_of(name: str) -> Iterator[Path]:
-    """Within the ``with`` block a benchmark folder's modules can be imported; yields the folder and unloads them
-    after.
+    """Make a benchmark's modules importable within the ``with`` block.
+
+    Yields the benchmark's folder. Afterwards its modules are unloaded, and policies that it registered are removed.
     """
     path, others, policies = list(sys.path), _forget(), dict(POLICIES)
     sys.path.insert(0, str(BENCHMARKS / name))

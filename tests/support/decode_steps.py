@@ -1,4 +1,4 @@
-"""Tables whose addresses name their contents, random steps, and plans made on a CPU."""
+"""Tables with telling addresses, random steps, and plans made on a CPU."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def make_table(
     nested=False,
     costs=None,
 ):
-    """A table whose addresses name the slot or the expert that they belong to."""
+    """Make a table whose addresses name the slot or the expert that they belong to."""
     table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
     if costs is not None:
         table.cpu_costs.copy_(torch.tensor(costs))
@@ -73,7 +73,10 @@ def host_table(quotas, experts=EXPERTS, *, reuse_high=True, nested=False, costs=
 
 
 def random_step(seed, tokens=TOKENS, top_k=TOP_K, experts=EXPERTS, absent=0.1):
-    """Ids without repetition within a row, some of another rank, and weights with occasional ties."""
+    """Return random ids [tokens, top_k] and float32 weights of the same shape.
+
+    No id occurs twice in a row, some are -1 (experts of another rank), and some weights are equal.
+    """
     rng = np.random.default_rng(seed)
     popular = rng.permutation(experts)[: rng.integers(top_k, experts + 1)]
     ids = np.stack([rng.permutation(popular)[:top_k] for _ in range(tokens)])

@@ -1,4 +1,4 @@
-"""Deterministic threads: one runs at a time, and a seeded random number chooses it at every step.
+"""Deterministic threads: one runs at a time, chosen by a seeded random number.
 
 They replace Python's locks, conditions and threads, so the transfer engine runs unchanged and the same seed gives the
 same interleaving. Time passes only when no thread can run: then one of those that wait with a timeout times out. If
@@ -18,10 +18,11 @@ class DeadlockError(AssertionError):
 
 
 class DeterministicThreads:
-    """Lock, Condition and Thread for the engine's ``concurrency``; used from the thread that creates it.
+    """Lock, Condition and Thread, to be passed to the engine as ``concurrency``.
 
-    The history records the order that locks impose. ``restless`` is the probability of a switch where nothing forces
-    one, and ``trace`` contains the name of the thread chosen at each step.
+    The thread that creates them is the first to run. The history records the order that locks impose. ``restless`` is
+    the probability of a switch where nothing forces one, and ``trace`` contains the name of the thread chosen at each
+    step.
     """
 
     def __init__(self, history: History, seed: int, restless: float = 0.5) -> None:
@@ -47,7 +48,7 @@ class DeterministicThreads:
             self.block(lambda: True)
 
     def block(self, until: Callable[[], bool], limit: bool = False) -> bool:
-        """Wait until ``until`` holds and return True; with a ``limit``, return False on timeout.
+        """Wait until ``until`` holds and return True; if ``limit``, False on timeout.
 
         Raises DeadlockError if no thread can run.
         """

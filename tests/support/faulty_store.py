@@ -7,7 +7,7 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION
 
 
 class FaultyStore(HostStore):
-    """Reads of a store, each with a fault that is chosen by its number and key.
+    """A store whose reads have faults, chosen by a read's number and key.
 
     Faults are "fail", "hang" (until ``gate`` is set), "cold" (waits for a disk, and then delivers) and None. ``reads``
     contains the thread and the key of each read so far.

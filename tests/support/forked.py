@@ -1,4 +1,4 @@
-"""Child processes that begin with vLLM imported, in place of multiprocessing's "spawn".
+"""Child processes that begin with vLLM imported, instead of "spawn".
 
 vLLM's CPU build starts its engine core, workers and front ends with "spawn", and each of them imports vLLM again, which
 takes 8 s of a core. Here they are forked from a server process that has imported vLLM and does nothing else. As with
@@ -19,7 +19,10 @@ _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 class _Surroundings:
-    """The parent's environment, outputs and fork server; a child that unpickles them adopts them."""
+    """The parent's environment, outputs and fork server.
+
+    A child that unpickles them adopts them.
+    """
 
     def __init__(self, outputs: tuple[int, int]) -> None:
         self._outputs = outputs
@@ -53,7 +56,7 @@ class ForkedProcess(context.ForkServerProcess):
     outputs = 1, 2  # descriptors of what becomes the child's standard output and error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In this order: modules that unpickling the state imports see the environment.
+        # The environment first: unpickling the state imports modules that read it.
         return _process, (_Surroundings(self.outputs), self.__dict__)
 
 
@@ -67,7 +70,7 @@ _SERVER.set_forkserver_preload([_PRELOADED])
 
 
 def instead_of_spawn() -> Any:
-    """A patch under which multiprocessing forks where it is asked to spawn."""
+    """Return a patch with which multiprocessing forks when asked to spawn."""
     return mock.patch.dict(context._concrete_contexts, {"spawn": FORKED})  # type: ignore[attr-defined]
 
 
@@ -81,7 +84,10 @@ def started(target: Callable[..., Any], *arguments: Any, output: Any, env: dict[
 
 
 def run_module(command: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-    """Do what ``subprocess.run`` does with ``[python, "-m", module, *arguments]`` and one file for all output."""
+    """Run ``[python, "-m", module, *arguments]`` like ``subprocess.run``, but forked.
+
+    Standard output and standard error both go to ``stdout``.
+    """
     process = started(_run_module, list(command[2:]), output=stdout, env=env)
     process.join()
     return subprocess.CompletedProcess(command, process.exitcode)

@@ -1,9 +1,9 @@
-"""Which accesses to memory are ordered, in every interleaving that locks and events allow.
+"""Find races: accesses to memory that no lock or event orders.
 
 Each agent (a host thread or a device stream) counts its own accesses and keeps a vector clock: how far it has followed
 the others (Fidge 1988, Mattern 1989). An access is ordered after another if its agent has followed the other's agent
 that far. Two unordered accesses to one place, at least one of them a write, are a race: in some interleaving the bytes
-are wrong, whether or not they were in this one.
+are wrong, even if they were right in this one.
 """
 
 import threading
@@ -21,7 +21,7 @@ Clock = Mapping[Agent, int]
 
 @dataclass
 class _Place:
-    """Bytes that are read and written as a unit: the last write, and the reads of each agent since."""
+    """Bytes accessed as a unit: the last write, and each agent's reads since then."""
 
     name: str
     written: dict[Agent, int] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class History:
             insort(self._addresses, address)
 
     def now(self, agent: Agent) -> Clock:
-        """The point that an agent has reached: after everything it did and followed."""
+        """Return the point that an agent has reached: all that it did and followed."""
         with self._lock:
             return dict(self._clocks[agent])
 

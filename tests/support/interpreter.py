@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does twice or for nothing: the same statements on the same values, sooner."""
+"""A faster Triton interpreter: the same statements on the same values."""
 
 import dataclasses
 import inspect
@@ -16,8 +16,8 @@ _UNCHANGED = SimpleNamespace(restore=lambda: None)
 def quicken() -> None:
     """Speed up all kernels that this process interprets.
 
-    Triton's functions are replaced by NumPy's once, not at each call of a function in a kernel (5 ms). Types are made
-    once. Sums and products are not computed again in 64 bits for an assertion, which only runs while debugging.
+    Triton's functions are replaced by NumPy's once instead of at each call of a function in a kernel (5 ms). Types are
+    made once. Sums and products are not computed a second time in 64 bits to assert that they do not overflow.
     """
     interpreter._patch_lang = _Once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)

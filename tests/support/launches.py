@@ -1,4 +1,7 @@
-"""The calls that a CUDA graph keeps of its capture, on a CPU, where a replay runs them on the same memory."""
+"""A CUDA graph on a CPU: calls recorded in a capture and replayed later.
+
+A replay runs them on the memory that they had in the capture.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +21,10 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Launch:
-    """A call with the tensors that it returned in the capture; readers of these see what a replay computes."""
+    """A recorded call, and the tensors that it returned in the capture.
+
+    A replay writes its results into these tensors, so whoever reads them sees the replay's values.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -32,7 +38,10 @@ class Launch:
 
 
 def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | None]) -> Callable[..., Any]:
-    """A function that replaces a kernel: a running capture records the call without looking into it."""
+    """Return a function that a running capture records as one call.
+
+    It replaces a kernel: the capture does not see the operations inside.
+    """
 
     def launched(*arguments: Any, **options: Any) -> Any:
         launches = capturing()
@@ -47,7 +56,10 @@ def as_launch(plain: Callable[..., Any], capturing: Callable[[], list[Launch] | 
 
 
 def decode_as_launches(put: Callable[[Any, str, Any], object], capturing: Callable[[], list[Launch] | None]) -> None:
-    """Replace parts of the small-batch path's plain twin by launches, with ``setattr`` or a similar function."""
+    """Make parts of the small-batch path's plain twin record as launches.
+
+    ``put`` is ``setattr`` or a similar function, such as that of ``monkeypatch``.
+    """
     put(PlainKernels, "forward", as_launch(PlainKernels.forward, capturing))
     put(PlainKernels, "copy_predicted", as_launch(PlainKernels.copy_predicted, capturing))
     for name in ("list_predicted", "judge_predicted"):

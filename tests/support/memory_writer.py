@@ -1,4 +1,7 @@
-"""A store in memory without files, and its writer, for tests that need only the bytes."""
+"""A store in memory without files, and its writer.
+
+For tests that need only the bytes.
+"""
 
 import contextlib
 import copy
@@ -11,7 +14,7 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION, all_keys
 
 
 class MemoryStore(HostStore):
-    """All of it is available at once, and counts as pinned."""
+    """A store in memory, which can lend all of its bytes and counts as pinned."""
 
     whole = readable = True
     description = "host memory"
@@ -35,11 +38,11 @@ class MemoryStore(HostStore):
         self._slices = dict(zip(all_keys(experts), mine + more, strict=True))
 
     def close(self):
-        """The memory is freed with the last tensor that uses it."""
+        """Does nothing: the memory is freed with the last tensor that uses it."""
 
 
 def staged(store):
-    """The same store without lending: copies go through buffers."""
+    """Return the store without lending, so that copies go through buffers."""
     store = copy.copy(store)
     store.whole = store.readable = False
     store.hold = lambda *asked, **more: contextlib.nullcontext()

@@ -1,4 +1,7 @@
-"""Operations that a captured step must not use: reading a value of the device, or copying between device and host."""
+"""Refuse operations that a captured step must not use.
+
+These read a value of the device, or copy between device and host.
+"""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,10 +30,10 @@ class HostInStepError(AssertionError):
 
 
 class NoHost(TorchDispatchMode):
-    """Within the ``with`` block, refuse operations whose result the host needs, and copies between device and host.
+    """Refuse, within the ``with`` block, operations that involve the host.
 
-    Tensors of the device "meta" replace those of a missing device: copies to the host are then seen, too, which do
-    nothing for CPU tensors.
+    These are operations whose result the host needs, and copies between device and host. Use tensors of the device
+    "meta" in place of a real device: unlike with CPU tensors, copies to the host are then seen.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -40,7 +43,7 @@ class NoHost(TorchDispatchMode):
         if packet in _INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1]):
             raise HostInStepError(f"{packet} by a mask waits for the device")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # A host tensor without dimensions is a Python number.
+        # A host tensor without dimensions stands for a Python number and is passed by value.
         devices = {tensor.device.type for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
         if tensors and kwargs.get("device") is not None:
             devices.add(torch.device(kwargs["device"]).type)

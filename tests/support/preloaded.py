@@ -1,6 +1,7 @@
-"""vLLM as the tests' engines use it: imported, and without work that only a long-lived server needs.
+"""Import vLLM as the tests' engines use it.
 
-The fork server of ``forked`` imports this module once for all child processes.
+Work that only a long-lived server needs is switched off. The fork server of ``forked`` imports this module once for
+all child processes.
 """
 
 import atexit
@@ -22,11 +23,11 @@ for _name in (
     importlib.import_module(_name)
 
 freeze = gc.freeze
-atexit.register(gc.unfreeze)  # else libraries report leaks at the end
-# vLLM collects garbage nine times while an engine starts and ends, 0.3 s each with all of its modules. Only the tests'
-# ``freeze`` exempts objects from that; what an engine allocates is never exempt, so that its cycles are freed.
+atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
+# vLLM collects garbage nine times while an engine starts and ends, each time for 0.3 s because of its many modules.
+# They are frozen below, once. An engine must not freeze what it allocates, so that its reference cycles are freed.
 gc.freeze = gc.unfreeze = lambda: None
-# It searches every module for copies of the same kernels, again for each engine (0.8 s).
+# vLLM searches every module for copies of the same kernels, again for each engine (0.8 s).
 CpuPlatform.register_triton_kernel_overrides = staticmethod(
     functools.cache(CpuPlatform.register_triton_kernel_overrides)
 )

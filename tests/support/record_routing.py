@@ -1,4 +1,7 @@
-"""Records the choices of the shipped model's routers in decode: ``python -m tests.support.record_routing``."""
+"""Record the choices of the shipped model's routers during decode.
+
+Run it with ``python -m tests.support.record_routing``.
+"""
 
 import tempfile
 

@@ -1,8 +1,8 @@
-"""A CPU queue on a recorded device: poller and watchdog are agents, and a history records accesses to the ring.
+"""A CPU queue on a recorded device: a history records accesses to the ring.
 
-The plain twin is the device's side; its operations on an entry are recorded as torch runs them. The native library
-computes for the poller, in a ring of its own. Two words order all of this, the number posted and the number answered: a
-write to one releases what its writer did before, a read of one acquires it.
+Poller and watchdog are agents. The plain twin is the device's side; its operations on an entry are recorded as torch
+runs them. The native library computes for the poller, in a ring of its own. Two words order all of this, the number
+posted and the number answered: a write to one releases what its writer did before, a read of one acquires it.
 """
 
 import random
@@ -26,12 +26,13 @@ class RecordedCpuQueue(CpuQueue):
 
     Args:
         history: records accesses.
-        turns: threads, and a pause.
-        late: probability, at each turn, that the watchdog gives up a request that is waited for.
-        arguments: of a CPU queue.
+        turns: deterministic threads.
+        late: probability, at each turn, that the watchdog gives up the pending request.
+        arguments: passed on to ``CpuQueue``.
 
     Attributes:
-        given_up: whether the device has received an abandoned answer; its rows do not count, and their step fails.
+        given_up: True once the device received the answer of an abandoned request. Its rows do not count, because
+            the step fails.
     """
 
     def __init__(self, history, turns, late, *arguments, spins=False):
@@ -50,7 +51,7 @@ class RecordedCpuQueue(CpuQueue):
         return [entry[begin:end] for begin, end in pairwise((0, *queue.shape.places))]
 
     def section_of(self, tensor):
-        """The section of an entry that contains a tensor; None for other memory."""
+        """Return the section of an entry that contains a tensor; None for other memory."""
         end = self.queue.shape.places[-1]
         at = tensor.data_ptr() - self._sections(0)[0].data_ptr()
         if not 0 <= at < self.queue.shape.depth * end:
@@ -143,7 +144,7 @@ class RecordedCpuQueue(CpuQueue):
 
 
 class DeviceAccesses(TorchFunctionMode):
-    """While active, records which parts of a ring the computing stream reads and writes."""
+    """Record which parts of a ring the computing stream reads and writes."""
 
     def __init__(self, history, cpu_queue):
         super().__init__()

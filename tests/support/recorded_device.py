@@ -1,4 +1,4 @@
-"""A recorded device: the real server, engine and deliveries over memory whose accesses are recorded.
+"""A recorded device: a real server and engine over memory with recorded accesses.
 
 Copies and computation run when they are issued, so results can be compared. The history decides whether every other
 interleaving would give the same: a stream follows the thread that issues its work, the events it is told to wait for,
@@ -24,9 +24,10 @@ COMPUTATION = "computation"
 
 
 class RecordedStore(HostStore):
-    """A store in memory whose reads are recorded as writes of the reading thread, with pauses for other threads.
+    """A store in memory whose reads are recorded, with pauses for other threads.
 
-    A ``staged`` store lends nothing, so copies go through buffers.
+    A read is recorded as a write of the reading thread to the destination. A ``staged`` store lends nothing, so copies
+    go through buffers.
     """
 
     staged = False
@@ -41,7 +42,7 @@ class RecordedStore(HostStore):
         return self._store.packed(key, projections)
 
     def hold(self, key: SliceKey, projections: range = EVERY_PROJECTION, *, wait: bool = True) -> Any:
-        """The wrapped store's memory."""
+        """Lend the wrapped store's memory, unless the store is staged."""
         return contextlib.nullcontext() if self.staged else self._store.hold(key, projections, wait=wait)
 
     def read_into(
@@ -104,7 +105,7 @@ class RecordedStreams:
         return ended
 
     def begun(self, event: Clock) -> None:
-        """None: a history has an order but no times."""
+        """Return None: a history has an order but no times."""
         return None
 
     def _issue(self, stream: Agent) -> None:
@@ -119,9 +120,9 @@ class RecordedStreams:
 
 
 def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
-    """Records which weights a kernel reads, and when, with a pause before each projection.
+    """Record which weights a kernel reads, with a pause before each projection.
 
-    The kernel computes on the host, as if on a stream or, if None, on the calling thread.
+    The kernel computes on the host, as if on ``stream``, or on the calling thread if that is None.
     """
     begin, compute = kernel.begin, kernel.compute
     current: list[LayerPlan] = []

@@ -1,6 +1,7 @@
-"""Recorded choices of the shipped model's routers in decode; ``record_routing`` wrote the file.
+"""Recorded choices of the shipped model's routers during decode.
 
-It contains two routers for 78 tokens of two answers, with weights, and all routers for 16 answers.
+``record_routing`` wrote the file. It contains ids and weights of two routers for 78 tokens of two answers, and ids of
+all routers for 16 answers.
 """
 
 from pathlib import Path
@@ -12,7 +13,10 @@ EXPERTS, TOP_K = 32, 4
 
 
 def recorded_steps(batch):
-    """Layer, ids int64 [batch, top_k] and weights float32 [batch, top_k] of each step, in order."""
+    """Yield layer, ids and weights of each recorded step, in order.
+
+    Ids are int64 and weights float32, both [batch, top_k].
+    """
     chosen = load_file(FILE)
     for first in range(0, len(chosen["ids"]) - batch + 1, batch):
         for layer in range(chosen["ids"].shape[1]):
@@ -21,7 +25,10 @@ def recorded_steps(batch):
 
 
 def recorded_streams(batch):
-    """Experts of answers that are decoded together, uint8 [batch, steps, layers, top_k], batch after batch."""
+    """Yield the experts of answers that are decoded together, one batch at a time.
+
+    Each is uint8 [batch, steps, layers, top_k].
+    """
     streams = load_file(FILE)["streams"].numpy()
     for first in range(0, len(streams), batch):
         yield streams[first : first + batch]

@@ -1,4 +1,4 @@
-"""The tools of other tests find what they exist to find: races, deadlocks, and use of the host in a captured step."""
+"""The tools of other tests find races, deadlocks and host code in captured steps."""
 
 import threading
 
@@ -67,7 +67,10 @@ def run(scheduler, *targets):
 
 
 def count(seed, locked):
-    """Two threads increment a number three times each, with or without a lock; returns lost updates and races."""
+    """Let two threads increment a number three times each; return lost updates, races.
+
+    ``locked`` tells whether they hold a lock. The third value is the trace of the chosen threads.
+    """
     history, number = History(), torch.zeros(1)
     history.watch(number, "the number", [slice(0, 4)])
     scheduler = DeterministicThreads(history, seed)

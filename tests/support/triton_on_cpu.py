@@ -1,9 +1,10 @@
-"""A pytest plugin (``-p tests.support.triton_on_cpu``) with which vLLM's CPU build uses Model Runner V2.
+"""A pytest plugin that makes vLLM's CPU build use Model Runner V2.
 
-V2 is vLLM's default wherever Triton is active, so on every GPU. A CPU build asks Triton for a backend called "cpu",
-which only a fork of Triton has, and otherwise falls back to V1. But Triton's interpreter runs every kernel in NumPy,
-the plugin's and vLLM's, and never asks a backend to compile, so an entry of that name suffices. It must exist before
-vLLM is imported, which a pytest plugin can ensure. The kernels are slow, but right.
+Use it with ``-p tests.support.triton_on_cpu``. V2 is vLLM's default wherever Triton is active, so on every GPU. A CPU
+build asks Triton for a backend called "cpu", which only a fork of Triton has, and otherwise falls back to V1. But
+Triton's interpreter runs every kernel in NumPy, the plugin's and vLLM's, and never asks a backend to compile, so an
+entry of that name suffices. It must exist before vLLM is imported, which a pytest plugin can ensure. The kernels are
+slow, but correct.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Triton's interpreter with warps: every warp of every program runs a kernel's statements at its own pace.
+"""Triton's interpreter with warps, each of which runs at its own pace.
 
 The interpreter runs a program's statements one after another, on whole vectors, so it cannot see what one warp loads
 before or after another one has stored. Here each warp runs all statements, like warps that hold the same elements, and
@@ -30,7 +30,7 @@ class _Program:
 
 
 class _Own(threading.local):
-    """The warp of a thread: its program, its number, and the number of its atomic operations so far."""
+    """The warp of a thread: its program, its number and its atomic operations so far."""
 
     program: _Program
     number = 0
@@ -50,10 +50,9 @@ class _Warps:
         )  # fmt: skip
 
     def _owner(self, size: int) -> Any:
-        """The warps of each element: one piece per warp, or short strips in turn.
+        """Return the warp that stores each element: one piece per warp, or short strips.
 
-        Where all warps hold an element, any warp's value may be stored, since sums and other layouts mix what they have
-        loaded.
+        A warp may store any element that all warps hold, because sums and other layouts mix what they have loaded.
         """
         place = np.arange(size)
         if size == 1:
@@ -80,7 +79,7 @@ class _Warps:
             self._threads.block(lambda: program.generation != generation)
 
     def create_atomic_rmw(self, *arguments: Any) -> Any:
-        """One thread runs it, and returns the result to all."""
+        """Run the operation on one warp's thread, and return its result to all."""
         own = self._own
         program, number, own.atomics = own.program, own.atomics, own.atomics + 1
         self._threads.pause()
@@ -122,8 +121,9 @@ class _Warps:
 
 @contextlib.contextmanager
 def random_warps(seed: int, warps: int = 4, *, barriers: bool = True, restless: float = 0.5) -> Iterator[None]:
-    """Within the ``with`` block, launches run with this many warps in an order given by the seed, optionally without
-    barriers.
+    """Make launches within the ``with`` block run with warps in a random order.
+
+    The seed determines the order. Without ``barriers`` the kernels' barriers do nothing.
     """
     made = _Warps(seed, warps, restless, barriers=barriers)
     with contextlib.ExitStack() as stack:

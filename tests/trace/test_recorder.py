@@ -1,4 +1,4 @@
-"""Recording: the steps' choices are read back, whatever happens to the process, within the size limit."""
+"""Recording: choices are read back, even after a crash, and the size limit holds."""
 
 import multiprocessing
 from dataclasses import replace
@@ -33,7 +33,7 @@ def columns(tokens, seed):
 
 
 def run(recorder, spans, seed, *, first=0, layers=range(3), predictions=False, gates_right=True, number=0):
-    """Record one step, and overwrite its tensors as soon as they were handed over."""
+    """Record one step, and overwrite its tensors as soon as they were passed on."""
     tokens = sum(span.tokens for span in spans)
     recorder.begin()
     for layer in layers:
@@ -43,7 +43,7 @@ def run(recorder, spans, seed, *, first=0, layers=range(3), predictions=False, g
         chosen = {"weights": weights, "router_inputs": x, "next_gate": next_gate}
         recorder.record(layer, ids, **chosen, fates=fates)
         x.fill_(torch.nan), weights.fill_(torch.nan), ids.fill_(99)
-    position = torch.arange(first, first + tokens + 3)  # vLLM's has the length of its buffer
+    position = torch.arange(first, first + tokens + 3)  # vLLM passes its whole buffer
     recorder.end(spans, position, number, next_gate=gates_right)
     position.fill_(-1)
 
@@ -124,7 +124,10 @@ def test_a_step_that_failed_elsewhere_is_forgotten_as_long_as_it_is_not_on_disk(
 
 @pytest.mark.parametrize("tells", ["this step", "the next step", "a step behind a part"])
 def test_what_wrong_gates_said_is_left_out(tmp_path, tells):
-    """A gate is found to be wrong in the step that uses it, or later, when a part may already be on disk."""
+    """A gate is found to be wrong in the step that uses it, or later.
+
+    By then a part of the trace may be on disk.
+    """
     recorder, _ = make_recorder(tmp_path, inputs=True)
     run(recorder, [Span(0, 3, 3)], seed=1, predictions=True, gates_right=tells != "this step")
     if tells == "a step behind a part":
@@ -143,14 +146,14 @@ def test_steps_that_are_not_whole_are_left_out(tmp_path):
     run(recorder, [Span(0, 4, 4)], seed=1, layers=[0, 1])  # a layer is missing
     recorder.begin()
     for layer in range(3):
-        recorder.record(layer, **columns(4 - layer // 2, layer))  # the step was split
+        recorder.record(layer, **columns(4 - layer // 2, layer))  # the last layer sees fewer tokens
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     recorder.begin()
     for layer in range(3):
         recorder.record(layer, **columns(4, layer))
-    recorder.end([Span(0, 3, 4)], torch.arange(4))  # one request's token
+    recorder.end([Span(0, 3, 4)], torch.arange(4))  # a token of the request is missing
     for layer in range(3):
-        recorder.record(layer, **columns(4, layer))  # without a step: vLLM warms up
+        recorder.record(layer, **columns(4, layer))  # outside a step, as when vLLM warms up
     recorder.end([Span(0, 4, 4)], torch.arange(4))
     run(recorder, [Span(0, 2, 4)], seed=5)
     recorder.flush()
@@ -244,6 +247,6 @@ def record_and_return(folder):
 def test_a_process_that_ends_writes_what_is_left(tmp_path, method):
     process = multiprocessing.get_context(method).Process(target=record_and_return, args=(tmp_path,))
     process.start()
-    process.join(300)  # the new process imports torch, on a machine that may be busy
+    process.join(300)  # the new process imports torch, which takes long on a busy machine
     assert process.exitcode == 0
     assert Trace.load(tmp_path).num_tokens == 3

@@ -1,4 +1,4 @@
-"""Each statistic of a trace against the plainest way to count it."""
+"""Each statistic of a trace, compared with the plainest way to count it."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A trace and its files: loading returns what was saved, and damaged or foreign files are refused by name."""
+"""A trace and its files: loading, and refusals of damaged or foreign files."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ HEADER = ModelIdentity("a model", "0123456789abcdef", num_layers=3, num_experts=
 
 
 def make_trace(header=HEADER, tokens=7, seed=0, *, inputs=False, requests=2):
-    """Random tokens; their requests and positions need not make sense."""
+    """Return random tokens; their requests and positions need not make sense."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, header.num_layers, header.num_experts, generator=random)
     router_inputs = torch.randn(tokens, header.num_layers, header.hidden, generator=random).half()
@@ -89,7 +89,7 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
 def test_requests_are_read_in_the_order_of_their_positions_with_the_last_of_what_was_computed_twice():
     trace = make_trace(tokens=9)
     request = torch.tensor([0, 1, 0, 0, 1, 0, 0, 3, 1], dtype=torch.int32)
-    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # 0 at 1 and 1 at 1 occur twice
+    position = torch.tensor([0, 0, 1, 2, 1, 1, 3, 5, 1], dtype=torch.int32)  # position 1 occurs twice in both requests
     trace = replace(trace, request=request, position=position)
     assert [rows.tolist() for rows in trace.by_request()] == [[0, 5, 3, 6], [1, 8], [7]]
     assert trace.in_order().tolist() == [0, 5, 3, 6, 1, 8, 7]
@@ -132,7 +132,7 @@ def test_every_file_that_was_cut_off_is_refused(tmp_path):
 
 
 def rewritten(path, **changes):
-    """The same file with other metadata or other tensors."""
+    """Write the file again with other metadata or tensors; None removes a tensor."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -190,8 +190,8 @@ def test_nothing_to_read_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (make_trace(replace(HEADER, fingerprint="another")), r"b\.safetensors records a model, fingerprint another"),
-        (make_trace(inputs=True), r"have different tensors \(router inputs on and off"),
+        (make_trace(replace(HEADER, fingerprint="another")), r"b\.safetensors .*fingerprint another"),
+        (make_trace(inputs=True), r"router inputs"),
     ],
 )
 def test_traces_that_differ_are_not_joined(tmp_path, other, message):

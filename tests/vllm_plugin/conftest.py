@@ -11,7 +11,7 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 
 @pytest.fixture(autouse=True)
 def _no_machine(monkeypatch):
-    """Where a test sets no option, the defaults count: this machine is not measured."""
+    """Use the defaults where a test sets no option, without measuring this machine."""
 
     def choose(*_):
         raise ConfigError("a test measures nothing")

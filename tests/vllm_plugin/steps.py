@@ -1,4 +1,4 @@
-"""Steps as vLLM's scheduler describes them, and a rank that runs them without an engine."""
+"""Steps as vLLM's scheduler describes them, and a rank without an engine."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ def prompt(name, tokens, computed=0):
 
 
 def scheduled(*tokens, drafted=None, new=(), reading=(), finished=(), computed=None):
-    """A step of requests "a", "b", ... that compute the given numbers of tokens.
+    """Return a step whose requests "a", "b", ... compute the given numbers of tokens.
 
     Args:
         drafted: number of drafted tokens, by request.

@@ -1,4 +1,4 @@
-"""Activations that the plugin derives from a layer's configuration, against those of vLLM's own layers."""
+"""Activations that follow from a layer's configuration, compared with vLLM's own."""
 
 from types import SimpleNamespace
 
@@ -71,6 +71,5 @@ def test_vllm_has_no_activation_that_we_have_not():
 
 @pytest.mark.parametrize(("activation", "limit"), [("gelu", 7.0), ("silu_no_mul", 7.0), ("situ", None)])
 def test_unsupported_layers_are_refused_by_name(activation, limit):
-    sentence = f"^vllm-dymoe: model.layers.3.mlp.experts needs the expert activation {activation} .* without --quant"
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=f"activation {activation} "):
         ours(activation, swiglu_limit=limit)

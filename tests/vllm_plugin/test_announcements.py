@@ -46,7 +46,7 @@ AHEAD = {"policy": "layer-prefetch"}
         (LAYERS * (TOP_K - 1) + STAGING, {}, "a layer keeps 1 experts of the high precision, but one token uses 2"),
         (LAYERS * TOP_K + STAGING, {}, None),
         (LAYERS * EXPERTS, {}, None),
-        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # keeps none, as requested
+        (LAYERS * TOP_K, {"policy": "on-demand"}, None),  # the policy keeps no expert, as requested
         (LAYERS * EXPERTS, AHEAD, 'policy "layer-prefetch" prefetches nothing while experts come from memory'),
         (LAYERS * EXPERTS, AHEAD | {"link_gbps": 1.0}, None),
     ],

@@ -1,4 +1,4 @@
-"""The automatic budget against vLLM's own sizing of its KV cache, and against vLLM's own refusal."""
+"""The automatic budget, compared with vLLM's own sizing of its KV cache."""
 
 from types import SimpleNamespace
 
@@ -99,7 +99,10 @@ def test_the_cache_is_as_large_as_vllm_says_and_no_larger(config):
 
 
 def test_layers_of_several_kinds_fill_up_their_groups(config):
-    """Eight layers with full attention and seventeen with a window: groups of eight, the last with one layer."""
+    """vLLM groups eight full and seventeen window layers by eight.
+
+    The last group holds one layer, but takes the memory of eight.
+    """
     window = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=128, dtype=torch.bfloat16, sliding_window=1024)
     layers = {f"full.{number}": Layer(full()) for number in range(8)}
     layers |= {f"window.{number}": Layer(window) for number in range(17)}
@@ -127,14 +130,14 @@ def test_layers_that_share_or_keep_nothing_cost_nothing(config):
 def test_a_cache_that_the_user_has_sized_is_left_its_size(config, monkeypatch):
     allowed = card(monkeypatch, 24)
     config.cache_config.kv_cache_memory_bytes = GIB
-    beyond = int(0.08 * 24 * GIB)  # beyond this vLLM uses the card's size instead of gpu_memory_utilization
+    beyond = int(0.08 * 24 * GIB)  # above this size vLLM uses the card's size instead of gpu_memory_utilization
     spare = allowed + beyond - step_shape(config, EXPERTS).nbytes
     assert automatic_budget(config, CUDA, EXPERTS, LEAST) == min(int(0.8 * spare), spare - GIB)
 
 
 def test_a_length_that_vllm_is_to_choose_is_no_reason_to_refuse(config, monkeypatch):
     card(monkeypatch, 8)
-    with pytest.raises(ConfigError, match="--max-model-len to at most"):
+    with pytest.raises(ConfigError, match="--max-model-len"):
         automatic_budget(config, CUDA, EXPERTS, LEAST)
     monkeypatch.setattr(config.model_config, "original_max_model_len", -1)
     assert automatic_budget(config, CUDA, EXPERTS, LEAST) > LEAST
@@ -187,9 +190,9 @@ def test_on_a_cpu_host_memory_is_the_budget(options, budget):
     [
         (GIB, "auto", False, GIB),  # enough
         (GIB // 4, "auto", False, GIB // 2),
-        (GIB // 4, "8GiB", False, GIB // 4),  # the user's
+        (GIB // 4, "8GiB", False, GIB // 4),  # set by the user
         (GIB // 4, "auto", True, GIB // 4),
-        (-8 * GIB, "auto", False, -8 * GIB),  # experts have not so much
+        (-8 * GIB, "auto", False, -8 * GIB),  # more than the experts hold
     ],
 )
 def test_experts_give_up_what_the_profile_run_found_missing(monkeypatch, available, asked, ranks, left):
@@ -202,5 +205,5 @@ def test_experts_give_up_what_the_profile_run_found_missing(monkeypatch, availab
     config = SimpleNamespace(model_config=SimpleNamespace(original_max_model_len=4096, max_model_len=4096))
     assert leave_room(config, server, available) == left
     assert resized == ([4 * GIB - (left - available)] if left > available else [])
-    config.model_config.original_max_model_len = -1  # vLLM shortens it
+    config.model_config.original_max_model_len = -1  # vLLM chooses the length itself
     assert leave_room(config, server, available) == available

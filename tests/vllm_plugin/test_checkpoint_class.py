@@ -1,4 +1,7 @@
-"""vLLM's models check the quantization configuration's name and class: the plugin's passes as the checkpoint's own."""
+"""The plugin's quantization configuration passes as the checkpoint's own.
+
+vLLM's models check its name and class.
+"""
 
 import ast
 import copy
@@ -57,7 +60,7 @@ OTHER_NAMES = {"bitsandbytes", "torchao", "gguf", "online"}
 
 @pytest.fixture(params=CHECKPOINTS.values(), ids=CHECKPOINTS, name="both")
 def _both(request):
-    """The plugin's configuration, and vLLM's for the same checkpoint."""
+    """Return the plugin's configuration and vLLM's, for the same checkpoint."""
     said = request.param
     return DymoeConfig.from_config(dict(said)), get_quantization_config(_name_in_vllm(said)).from_config(dict(said))
 
@@ -74,7 +77,7 @@ def test_name_class_and_fields_are_the_checkpoints(both):
 
 
 def test_what_a_model_changes_is_what_the_dense_layers_follow(both):
-    """Bailing-V3 and Voxtral do this, and a worker process receives it."""
+    """Bailing-V3 and Voxtral change such fields, and workers receive the change."""
     ours, theirs = both
     field = next((name for name, value in vars(theirs).items() if isinstance(value, list | str)), None)
     if field is not None:
@@ -94,12 +97,15 @@ def test_a_checkpoint_without_quantization_is_ours_alone():
 
 
 def of_quantization(node):
-    """Whether an expression is a quantization configuration."""
+    """Return whether an expression is a quantization configuration."""
     return ast.unparse(node).rpartition(".")[2] in ("quant_config", "quantization_config")
 
 
 def asked():
-    """Classes and names that vLLM's models and layers compare a quantization configuration with."""
+    """Return what vLLM's models and layers compare a quantization config with.
+
+    These are classes and names.
+    """
     classes, names = {}, {}
     root = Path(vllm.__file__).parent
     for folder in ("models", "model_executor/models", "model_executor/layers/mamba"):

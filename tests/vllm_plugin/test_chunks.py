@@ -1,4 +1,4 @@
-"""Tokens of a step: as many as are computed while the link brings the experts that a chunk of a prompt misses."""
+"""Tokens of a step: computing them takes as long as transferring a chunk's misses."""
 
 from types import SimpleNamespace
 

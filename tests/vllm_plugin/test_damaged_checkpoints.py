@@ -1,4 +1,7 @@
-"""Damaged, truncated, mislabelled and half-converted checkpoints: one sentence before anything is loaded."""
+"""Damaged, truncated, mislabelled and half-converted checkpoints.
+
+Each is refused with one sentence before anything is loaded.
+"""
 
 import json
 import shutil
@@ -24,7 +27,10 @@ def stem(layer, expert, projection):
 
 
 def experts(kind):
-    """Two experts in two layers, and an unquantized one in a multi-token prediction layer after the last."""
+    """Return tensors of two experts in two layers, and of one in a draft layer.
+
+    The draft (multi-token prediction) layer comes last and is not quantized.
+    """
     tensors = {"model.layers.8.mlp.experts.0.up_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}
     for layer in range(2):
         if kind == "mxfp4":  # gpt-oss: one tensor per layer with all experts
@@ -45,7 +51,7 @@ def write(folder, kind, tensors, says=None):
 
 
 def places(tensors):
-    """Names of the tensors of one matrix in the middle of the checkpoint."""
+    """Return the tensor names of one matrix in the middle of the checkpoint."""
     where = stem(1, 0, "up_proj") + "." if stem(1, 0, "up_proj") + ".weight_scale" in tensors else None
     names = [name for name in tensors if where and name.startswith(where)]
     return names or [name for name in tensors if "layers.1." in name and ("experts.0.up" in name or "gate_up" in name)]
@@ -90,7 +96,7 @@ def test_every_format_under_the_name_of_every_other_is_noticed(tmp_path, kind, s
 
 
 def in_the_cache(cache, checkpoint):
-    """A checkpoint as the hub's client downloads it, and the configuration of a model of that name."""
+    """Return the configuration of a model that the hub's client has downloaded."""
     revision, repository = "0" * 40, cache / "models--someone--some-model"
     snapshot = repository / "snapshots" / revision
     snapshot.parent.mkdir(parents=True)
@@ -110,11 +116,11 @@ def test_what_was_downloaded_is_checked_too(tmp_path):
     path = write(tmp_path / "model", kind, tensors) / "model.safetensors"
     check_checkpoint(in_the_cache(tmp_path / "whole", path.parent), reader)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"snapshots/0+/model.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"snapshots/0+/model.safetensors"):
         check_checkpoint(in_the_cache(tmp_path / "cut", path.parent), reader)
     del tensors[places(tensors)[-1]]
     write(tmp_path / "model", kind, tensors)
-    with pytest.raises(CheckpointError, match="is damaged or half converted"):
+    with pytest.raises(CheckpointError, match="half converted"):
         check_checkpoint(in_the_cache(tmp_path / "half", path.parent), reader)
 
 
@@ -132,7 +138,7 @@ def test_what_is_not_downloaded_yet_is_left_to_vllm(tmp_path):
 
 @pytest.mark.parametrize("name", ["more.safetensors", "dymoe-experts-00000.safetensors"])
 def test_a_link_out_of_the_folder_is_not_served(tmp_path, name):
-    """In a hub's cache a link may lead to a download, also from a folder of the user."""
+    """Links from a hub's cache, and from a user's folder, may lead only to downloads."""
     kind = "fp8-blocks"
     reader = make_reader(config_of(kind))
     (tmp_path / "model").mkdir()

@@ -1,4 +1,7 @@
-"""Layers in which rows of several engines meet: planned by the device as by the host, from the same tokens."""
+"""Layers that compute rows of several engines together.
+
+Device planning has to serve the same tokens as host planning.
+"""
 
 import pytest
 import torch
@@ -17,11 +20,14 @@ from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 from vllm_dymoe.vllm_plugin.failures import FailedStep
 from vllm_dymoe.vllm_plugin.step import RankLayer
 
-EVERY = 12  # experts of both engines, of which each has every other one
+EVERY = 12  # experts of both engines; each has every second one
 
 
 class Group:
-    """The other engine's rows lie before this one's; as many of them as it says are tokens."""
+    """Stands for the other engine; its rows come before this one's.
+
+    The first ``tokens`` of its rows are tokens, the others padding.
+    """
 
     def __init__(self):
         self.x = self.weights = self.ids = None
@@ -29,7 +35,7 @@ class Group:
 
     def dispatch(self, x, weights, ids, sequence_parallel, extra=None):
         others = self.ids
-        if extra is None:  # its own device has done so
+        if extra is None:  # the other engine's device has marked its padding already
             others = torch.where(torch.arange(len(self.ids))[:, None] < self.tokens, self.ids, -1)
         met = torch.cat((self.x, x)), torch.cat((self.weights, weights)), torch.cat((others, ids.to(others.dtype)))
         if extra is None:
@@ -55,7 +61,17 @@ def step_of(seed, rows, experts):
 
 
 def run(rank, group, seed, tokens, rows, others, spoil=None):
-    """One step in which this engine has so many tokens in so many rows, and the other one as ``others`` says."""
+    """Run a step of two engines; return this one's outputs and the step's.
+
+    Args:
+        rank: this engine's rank.
+        group: the other engine.
+        seed: of the routing and the inputs.
+        tokens: number of this engine's tokens.
+        rows: number of this engine's rows; those after its tokens are padding.
+        others: the other engine's tokens and rows.
+        spoil: a wrong expert in the other engine's first row.
+    """
     experts = rank.server.experts
     numbers = torch.full((EVERY,), -1, dtype=torch.int32)
     numbers[::2] = torch.arange(EVERY // 2, dtype=torch.int32)

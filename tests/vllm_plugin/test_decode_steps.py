@@ -1,4 +1,4 @@
-"""The code around a step that needs no host, and that none of it runs inside the step."""
+"""Steps that need no host: the code around them, of which none runs inside."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def server(memory_store):
 
 
 def run(rank, seed, rows, tokens=None):
-    """Run one step of requests with one token each; returns the inputs and outputs of its layers."""
+    """Run a step of requests with one token each; return its inputs and outputs."""
     output = scheduled(*[1] * (rows if tokens is None else tokens))
     assert rank.begin_step(output)
     given = random_step(seed, rows, rank.server.experts)
@@ -65,7 +65,10 @@ def steps_of(server):
 
 @pytest.mark.parametrize("policy", ["exact", "dymoe"])
 def test_which_steps_are_wide(memory_store, policy, monkeypatch):
-    """More rows than decode kernels support, and prompts with another measure; neither has drafted tokens."""
+    """Too many rows make a large batch, and so do prompts that the policy measures.
+
+    Drafted tokens are no prompts.
+    """
     server = device_planned_server(memory_store, "50%", policy)
     speculating = rank_of(server, drafted=2)
     assert speculating._decode._asks == (policy == "dymoe")
@@ -156,7 +159,7 @@ def test_while_an_observer_needs_all_inputs_every_step_is_wide(server, memory_st
 
 
 def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
-    """Small batches have no inputs that the host could read."""
+    """Small batches have no inputs that the host could read, so prompts must do."""
     server = device_planned_server(nested_store, "75%", DynaExq(window_s=0, window_uses=0.1), low=2)
     rank = rank_of(server)
     for seed in range(6):
@@ -173,8 +176,9 @@ def test_prompts_tell_dynaexq_what_its_layers_change(nested_store):
 
 
 class Passes:
-    """A model of two layers and a draft of one, whose layer runs once over a step's rows, then for a row of each
-    request.
+    """A model of two layers and a draft of one layer.
+
+    The draft's layer runs once over the step's rows, then over one row for each request.
     """
 
     def __init__(self, server, plans_on_device):
@@ -182,7 +186,7 @@ class Passes:
         self.rank.observation.join(self.heard)
 
     def step(self, seed, *tokens, spoil=lambda ids: ids):
-        """One step; returns the outputs of all layers, and of the step."""
+        """Run one step; return the outputs of its layers and of the step."""
         rank, output, rows = self.rank, scheduled(*tokens), sum(tokens)
         rank.begin_step(output)
         given = random_step(seed, rows, rank.server.experts)
@@ -192,7 +196,7 @@ class Passes:
         outputs.append(rank.forward(draft, *given))
         x, weights, ids = random_step(seed + 100, len(tokens), rank.server.experts)
         outputs.append(rank.forward(draft, x, weights, spoil(ids)))
-        if self.plans_on_device and len(tokens) <= SMALL_BATCH_ROWS:  # as in a graph, which nobody tells anything
+        if self.plans_on_device and len(tokens) <= SMALL_BATCH_ROWS:  # as in a graph: not by way of the rank
             path = rank.server.small_batches
             path.tell(rows)
             outputs.append(path.forward(2, x, weights, ids, Activation.SILU))
@@ -258,7 +262,7 @@ class Wide:
 
 
 def captured(server, kernel, monkeypatch, expert_map=None, rows=8):
-    """The operations of a layer's capture, traced with tensors without values."""
+    """Return the operations of a captured layer, traced with tensors without data."""
     monkeypatch.setattr(module, "is_captured", lambda x: True)
     experts = server.experts
     capturing = rank_of(server)
@@ -334,7 +338,7 @@ def test_so_does_one_with_an_expert_that_cannot_be_read(memory_store, rows):
 @pytest.mark.parametrize("wrong", [12, 13, 65537, -2, -13])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_so_does_one_whose_experts_are_shared_out_among_ranks(memory_store, rows, wrong, on_device):
-    """The number of all experts among them, which is the place of padding in vLLM's map."""
+    """Wrong experts include the number of all experts, vLLM's place for padding."""
     server = device_planned_server(memory_store, "50%") if on_device else make_server(memory_store)
     rank, experts = rank_of(server), server.experts.num_experts
     numbers = bounded_map(torch.tensor([*range(experts), *[-1] * (12 - experts)], dtype=torch.int32))
@@ -362,7 +366,7 @@ def test_so_does_one_whose_experts_are_shared_out_among_ranks(memory_store, rows
 
 
 def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
-    """vLLM begins the next step before this one has ended."""
+    """vLLM begins the next step before this one has ended (asynchronous scheduling)."""
     rank, output, answers = rank_of(server), scheduled(1, 1), []
 
     class Later(AsyncModelRunnerOutput):

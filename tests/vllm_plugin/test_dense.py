@@ -1,4 +1,4 @@
-"""Dense layers that are quantized while they load: their results, which layers they are, and what is refused."""
+"""Dense layers that are quantized while they load."""
 
 from types import SimpleNamespace
 
@@ -97,7 +97,7 @@ def test_what_dense_cannot_do_is_refused(monkeypatch):
 
 
 class Gpu:
-    """The part of a CUDA platform that the plugin reads; vLLM itself still sees the CPU."""
+    """The part of a CUDA platform that the plugin reads; vLLM itself sees the CPU."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -120,7 +120,7 @@ def on_gpu(monkeypatch):
 
 @pytest.fixture
 def vllm_config(monkeypatch):
-    """The configuration, dtype and ranks that vLLM's own methods need where layers are created."""
+    """Set the configuration, dtype and rank with which vLLM creates layers."""
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
     before = torch.get_default_dtype()
@@ -151,18 +151,21 @@ def test_what_a_gpu_cannot_do_is_refused(on_gpu, monkeypatch):
     with pytest.raises(ConfigError, match="quantized already"):
         dense.check_dense(Options(dense=8), quantized=True)
     monkeypatch.setattr(dense, "online_fp8", lambda: None)
-    with pytest.raises(ConfigError, match="install a newer one"):
+    with pytest.raises(ConfigError, match="newer"):
         dense.check_dense(Options(dense=8), quantized=False)
 
 
 class Product:
-    """Replaces vLLM's kernel, which a CPU may lack: [columns, rows] FP8 and a scale for each row."""
+    """Replaces vLLM's FP8 product, which a CPU may lack.
+
+    The weight is [columns, rows] with a scale for each row.
+    """
 
     def process_weights_after_loading(self, layer):
         assert layer.weight.dtype is torch.float8_e4m3fn
 
     def input_quant_key(self):
-        """None: the product quantizes its input itself."""
+        """Return None: the product quantizes its input itself."""
 
     def apply_weights(self, layer, x, bias):
         out = x.double() @ (layer.weight.double() * layer.weight_scale.double().reshape(1, -1))
@@ -170,7 +173,7 @@ class Product:
 
 
 def test_a_head_becomes_fp8_and_gives_its_weight_back(on_gpu, vllm_config, monkeypatch):
-    """With vLLM's own method, whose rounding is compared with the 16-bit weight."""
+    """vLLM's own method quantizes; its rounding is compared with the 16-bit weight."""
     on_gpu(90)
     monkeypatch.setattr(dense_fp8.online_fp8(), "init_fp8_linear_kernel", lambda **given: Product())
     head = layer_of(ParallelLMHead)
@@ -181,5 +184,5 @@ def test_a_head_becomes_fp8_and_gives_its_weight_back(on_gpu, vllm_config, monke
     x = torch.randn(3, 96).bfloat16()
     out, want = method.apply(head, x), x.double() @ exact.T
     assert out.shape == (3, 200)
-    # A mantissa of 3 bits: each weight is off by at most 1/16 of itself.
+    # With a mantissa of 3 bits, each weight is off by at most 1/16 of itself.
     assert 1e-3 < (out.double() - want).norm() / want.norm() < 1 / 16

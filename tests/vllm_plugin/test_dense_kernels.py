@@ -1,4 +1,7 @@
-"""Quantized dense layers on a CPU, in vLLM's real layers, return the checkpoint's numbers on any processor."""
+"""Quantized dense layers in vLLM's real layers return the checkpoint's numbers.
+
+The processor must not matter.
+"""
 
 from functools import partial
 
@@ -63,7 +66,10 @@ def _one_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def amx(monkeypatch):
-    """Let vLLM find no AMX, whatever this processor has; AMX would change which kernels are tried first."""
+    """Hide AMX from vLLM on any processor, and let a test pretend that there is one.
+
+    AMX would change which kernels are tried first.
+    """
     state = {"found": False}
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: state["found"])
     for name, ours in dense_kernels._REGISTERS.items():

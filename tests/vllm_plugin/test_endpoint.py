@@ -17,7 +17,10 @@ REFUSED = "vllm-dymoe: the precision stays as it was: no."
 
 
 class Engine:
-    """Records its calls; fails like vLLM's client, which puts its own words before the worker's sentence."""
+    """Records its calls, and fails as vLLM's client does.
+
+    The client puts its own words before the worker's sentence.
+    """
 
     def __init__(self):
         self.state = {"retention": 0.75}

@@ -23,7 +23,7 @@ SHAPES = {
 
 
 class Layer(torch.nn.Module):
-    """The part of RoutedExperts that the loader uses, and the weights that it passes on."""
+    """The part of RoutedExperts that the loader uses; keeps the weights passed on."""
 
     layer_name = "model.layers.3.mlp.experts"
 
@@ -45,7 +45,7 @@ class Layer(torch.nn.Module):
     def put(self, layer, expert, projection, tensor, *, bias=False, parts=None):
         place = ("bias" if bias else "weight", expert, projection)
         assert layer == 3
-        if self.wanted:  # no complete store exists
+        if self.wanted:  # as long as no store is complete
             assert place not in self.got, f"{place} came twice"
             self.got[place] = tensor() if callable(tensor) else tensor
 
@@ -62,7 +62,10 @@ def random_model():
 
 
 def expected(layer, weights, biases, rank, ranks):
-    """The rank's slices: rows of gate and up, columns of down; the first rank alone has the bias of down."""
+    """Return a rank's slices: rows of gate and up, columns of down.
+
+    The bias of down belongs to the first rank.
+    """
     part = slice(rank * INTERMEDIATE // ranks, (rank + 1) * INTERMEDIATE // ranks)
     want = {}
     for (expert, projection), weight in weights.items():
@@ -76,7 +79,7 @@ def expected(layer, weights, biases, rank, ranks):
 
 
 def one_by_one(layer, weights, biases):
-    """Like RoutedExperts.load_weights."""
+    """As RoutedExperts.load_weights."""
     for (expert, projection), weight in weights.items():
         for kind, tensor in (("weight", weight), ("bias", biases[expert, projection])):
             name = f"{'w2' if projection is Projection.DOWN else 'w13'}_{kind}"
@@ -94,7 +97,7 @@ def in_turns(tensors):
 
 
 def gpt_oss_stacks(layer, weights, biases):
-    """Like GptOssModel._load_weights_other, after it has sliced the stacks."""
+    """As GptOssModel._load_weights_other, after it has sliced the stacks."""
     rank, ranks = layer.moe_config.moe_parallel_config.tp_rank, layer.moe_config.moe_parallel_config.tp_size
     mine = slice(layer.first, layer.first + layer.local)
     rows = slice(2 * rank * INTERMEDIATE // ranks, 2 * (rank + 1) * INTERMEDIATE // ranks)
@@ -106,7 +109,10 @@ def gpt_oss_stacks(layer, weights, biases):
 
 
 def gpt_oss_one_by_one(layer, weights, biases):
-    """Like GptOssModel._try_load_streamed_expert: transposed, gate and up alternating, not sliced."""
+    """As GptOssModel._try_load_streamed_expert: transposed and not sliced.
+
+    Rows of gate and up alternate.
+    """
     for expert in range(EXPERTS):
         for name, matrix in (
             ("w13_weight", in_turns(weights)[expert].t()),
@@ -119,7 +125,10 @@ def gpt_oss_one_by_one(layer, weights, biases):
 
 
 def dbrx_stacks(layer, weights, biases):
-    """Like DbrxForCausalLM.load_weights: all experts in one matrix, down transposed, without an expert number."""
+    """As DbrxForCausalLM.load_weights: all experts in one matrix, down transposed.
+
+    There is no expert number.
+    """
     for projection, name in ((Projection.GATE, "w1"), (Projection.UP, "v1"), (Projection.DOWN, "w2")):
         stack = stacked(weights, projection)
         matrix = (stack.transpose(1, 2) if projection is Projection.DOWN else stack).flatten(0, 1)
@@ -128,14 +137,14 @@ def dbrx_stacks(layer, weights, biases):
 
 
 def llama_stacks(layer, weights, biases):
-    """Like Llama 4: sliced by expert before, by rows here."""
+    """As for Llama 4: sliced by expert before the call, and by rows in it."""
     for projection, shard in SHARDS.items():
         stack = stacked(weights, projection)[layer.first :][: layer.local]
         layer.w13_weight.weight_loader(layer.w13_weight, stack, "model.w13_weight", shard, layer.first)
 
 
 def without_a_gate(layer, weights, biases):
-    """Like models with ReLU^2: the first matrix is up."""
+    """As for models with ReLU^2: the first matrix is up."""
     weights = {place: weight for place, weight in weights.items() if place[1] is not Projection.GATE}
     for (expert, projection), weight in weights.items():
         name, shard = ("w2_weight", "w2") if projection is Projection.DOWN else ("w13_weight", "w1")
@@ -181,7 +190,7 @@ def test_placeholders_are_empty_and_there_for_biases_only_if_the_layer_has_them(
 )
 def test_what_is_no_weight_or_bias_is_refused_by_name(name, shape):
     layer = Layer()
-    with pytest.raises(ConfigError, match=f"cannot take the checkpoint's tensor model.{name} with shape"):
+    with pytest.raises(ConfigError, match=f"tensor model.{name} "):
         layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(shape), f"model.{name}", "w1", 0)
 
 
@@ -271,14 +280,12 @@ def test_a_tensor_that_disagrees_or_is_missing_is_named(part, tensor, sentence):
 
 def test_quantized_experts_of_a_whole_layer_in_one_tensor_are_refused():
     layer = awq_layer()
-    with pytest.raises(
-        ConfigError, match=r"w13_qweight of model\.layers\.3\.mlp\.experts holds quantized experts of a whole"
-    ):
+    with pytest.raises(ConfigError, match=r"w13_qweight of model\.layers\.3\.mlp\.experts holds"):
         layer.w13_qweight.weight_loader(layer.w13_qweight, torch.zeros(4, 8, 8), "w13_qweight", "w1", 0)
 
 
 GATE, UP, DOWN = Projection
-MX_WIDTH = 160  # five groups of 32: ranks get different numbers of them
+MX_WIDTH = 160  # five groups of 32: ranks have different numbers of them
 
 
 def mx_layer(width):
@@ -286,7 +293,7 @@ def mx_layer(width):
 
 
 def load_stack(layer, name, tensor, expert=None):
-    """Calls the loader as GptOssModel does."""
+    """Call the loader as GptOssModel does."""
     param = getattr(layer, name)
     param.weight_loader(param, tensor, weight_name=f"x.{name}", shard_id=None, expert_id=expert)
 
@@ -312,7 +319,7 @@ def test_every_rank_has_its_groups_and_zeros_behind_them(ranks):
     for rank in range(ranks):
         begin, end = min(rank * width, MX_WIDTH), min((rank + 1) * width, MX_WIDTH)
         if begin == end:
-            continue  # the fourth of four ranks gets nothing
+            continue  # the last of four ranks has no group
         layer = mx_layer(width)
         load_stack(layer, "w13_weight_scale", scales[:, 2 * begin : 2 * end])
         load_stack(layer, "w13_bias", bias[:, 2 * begin : 2 * end])
@@ -339,17 +346,17 @@ def test_half_a_layer_and_damage_are_sentences():
     codes, scales = mx_stacks(wide)
     layer = mx_layer(MX_WIDTH)
     load_stack(layer, "w13_weight", codes)
-    with pytest.raises(ConfigError, match="lacks scales in the checkpoint; download"):
+    with pytest.raises(ConfigError, match="lacks scales"):
         layer.loader.check_complete()
-    with pytest.raises(ConfigError, match=r"gate projection of expert 0 .* scales has shape"):
+    with pytest.raises(ConfigError, match=r"expert 0 .* scales"):
         load_stack(layer, "w13_weight_scale", scales[:, :, :1])
-    with pytest.raises(ConfigError, match="is one expert's, but a mxfp4 checkpoint holds all"):
+    with pytest.raises(ConfigError, match="one expert's"):
         load_stack(layer, "w13_weight", codes[0], expert=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_experts_may_move_every_rank_takes_all_and_no_copy_of_them(rank):
-    """vLLM numbers redundant experts after the last one, and passes the same weights for them."""
+    """vLLM numbers redundant experts after the last one, and passes them again."""
     layer = Layer(expert_rank=rank, expert_ranks=2, bias=False)
     layer.loader = ExpertLoader(layer, (layer.loader._store, 3), HIDDEN, INTERMEDIATE, all_experts=EXPERTS)
     layer.loader.register(layer, torch.bfloat16, bias=False)
@@ -357,5 +364,5 @@ def test_where_experts_may_move_every_rank_takes_all_and_no_copy_of_them(rank):
     given = [layer.loader(layer.w13_weight, weight, "weight", "w1", number, True) for number in range(EXPERTS + 2)]
     assert given == [True] * EXPERTS + [False] * 2
     assert {expert for _, expert, _ in layer.got} == set(range(EXPERTS))
-    with pytest.raises(ConfigError, match="--enable-eplb needs all experts"):
+    with pytest.raises(ConfigError, match="--enable-eplb"):
         layer.loader(layer.w13_weight, torch.stack([weight] * 2), "weight", "w1", 0)

@@ -1,6 +1,6 @@
-"""The failure of a step leaves the worker with the step's output, and ends only the step's requests.
+"""The failure of a step: it is passed on with the output, and ends its requests.
 
-Tested in workers, in vLLM's own schedulers, and at the front end.
+Other requests go on. Tested in workers, in vLLM's own schedulers, and at the front end.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def store():
 
 
 class Rank:
-    """A rank's failures, and its steps of one token."""
+    """The failures of one rank, and its steps of one token."""
 
     def __init__(self, store=None, **settings):
         self.step = RunningStep()
@@ -50,7 +50,7 @@ class Rank:
 
 @pytest.fixture
 def ranks(store):
-    """The rank whose output is collected, and another one."""
+    """Return the rank whose output is collected, and another one."""
     return Rank(store), Rank(store, collects=False)
 
 
@@ -78,14 +78,17 @@ def test_the_sentence_survives_the_way_between_processes():
 
 
 class Output(AsyncModelRunnerOutput):
-    """With the arguments that vLLM passes from 0.33 on."""
+    """An output with the method that vLLM calls from 0.33 on."""
 
     def get_kv_connector_output(self):
         return "of the connector"
 
 
 def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
-    """The other rank fails after this one has enqueued all its work, but before the step's tokens arrive."""
+    """The output shows a failure that happens after all of its work was enqueued.
+
+    The other rank fails before the step's tokens arrive.
+    """
 
     class Later(Output):
         def get_output(self):
@@ -102,7 +105,10 @@ def test_an_asynchronous_output_is_checked_when_it_is_there(ranks):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, late):
-    """A device gives up a wait of the second step when the host has begun the third; the first one has ended."""
+    """A wait of the second step is given up when the host has begun the third.
+
+    The first step has ended by then, and the fourth has not begun, so the second and the third fail.
+    """
 
     class RankServer(Output):
         def get_output(self):
@@ -126,7 +132,10 @@ def test_a_late_poller_fails_the_steps_on_their_way_and_no_other(store, ranks, l
 
 
 def test_what_a_device_of_another_rank_found_fails_the_steps_on_their_way(store):
-    """Nobody waits for that rank's output: it learns of its second step during the third."""
+    """The failure is reported during the third step.
+
+    Nobody collects that rank's output, so it reads its second step's flag only then.
+    """
     found = {2: "an expert that there is not"}
     here, there = Rank(store), Rank(store, collects=False, on_device=lambda step: found.pop(step, ""))
     failures = []
@@ -208,7 +217,7 @@ def update(scheduler, step, failure=None):
 
 
 def cached_tokens(scheduler, name="probe"):
-    """Number of prompt tokens that a new request would find in the prefix cache."""
+    """Return how many prompt tokens a new request would find in the prefix cache."""
     scheduler.add_request(request(name))
     (new,) = [entry for entry in scheduler.schedule().scheduled_new_reqs if entry.req_id == name]
     return new.num_computed_tokens
@@ -227,7 +236,7 @@ def test_the_requests_of_a_failed_step_end_and_what_they_wrote_is_forgotten(kind
 
 def test_requests_that_were_not_in_the_step_go_on():
     scheduler = make_scheduler(Scheduler)
-    for number in range(5):  # four places
+    for number in range(5):  # one more than fit into a step
         scheduler.add_request(request(str(number), [number] * 20))
     _, failed = update(scheduler, scheduler.schedule(), "the sentence")
     assert failed.keys() == {"0", "1", "2", "3"}
@@ -235,11 +244,11 @@ def test_requests_that_were_not_in_the_step_go_on():
 
 
 def test_a_step_that_was_scheduled_already_is_told_nothing_wrong():
-    """Asynchronous scheduling: the next step is already running when the failure of this one is known."""
+    """Asynchronous scheduling: when the failure is known, the next step runs already."""
     scheduler = make_scheduler(AsyncScheduler)
     scheduler.add_request(request("a"))
     failing = scheduler.schedule()
-    scheduler.add_request(request("reader"))  # finds blocks that the failing step is writing
+    scheduler.add_request(request("reader"))  # its prefix is found in blocks that the failing step is writing
     scheduler.add_request(request("other", list(range(500, 540))))
     following = scheduler.schedule()
     assert following.num_scheduled_tokens.keys() == {"a", "reader", "other"}
@@ -291,7 +300,7 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
 def test_every_rank_hears_once_of_a_failure_on_any(ranks):
     _, other = ranks
     for rank in ranks:
-        rank.failures.any_new()  # clear failures of other tests
+        rank.failures.any_new()  # forget failures of other tests
         assert not rank.failures.any_new()
     other.begin()
     other.record("the disk is on fire")

@@ -18,7 +18,7 @@ from vllm_dymoe.vllm_plugin import moe_method
 
 
 def frames_of(monkeypatch, server, owner, launch):
-    """The functions between the operator and the deepest launches of a step."""
+    """Return the functions between the operator and a step's deepest launches."""
     served, found, real = rank_of(server), [], getattr(owner, launch)
 
     def recorded(*arguments, **options):
@@ -45,7 +45,7 @@ def test_on_a_cpu_three_frames_lie_before_the_native_call(monkeypatch, memory_st
     if server.host_planned.cpu is None:
         pytest.skip("the native library was not built")
     random = random_step(0, 1, server.experts)
-    for _ in range(2):  # fetches into cache slots
+    for _ in range(2):  # the first step fetches
         rank_of(server).forward(LAYERS[0], *random)
     found = frames_of(monkeypatch, server, CpuExecutor, "run")
     assert len(found) <= 3, found
@@ -56,7 +56,7 @@ def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypa
     server = make_server(memory_store, engine=make_engine(memory_store, CPU, 0))
     if budget == "100%":
         random = random_step(0, 1, server.experts)
-        for _ in range(2):  # fetches
+        for _ in range(2):  # the first step fetches
             rank_of(server).forward(LAYERS[0], *random)
     else:
         server.resize(server.minimum_budget)
@@ -67,4 +67,4 @@ def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypa
 
 def test_the_devices_way_has_five_frames_before_its_kernel(monkeypatch, memory_store):
     found = frames_of(monkeypatch, device_planned_server(memory_store, "50%"), PlainKernels, "forward")
-    assert len(found) <= 5, found  # in addition: TritonKernels.forward and SmallBatchStep.run, before the launch
+    assert len(found) <= 5, found  # on a GPU, TritonKernels.forward and SmallBatchStep.run come in addition

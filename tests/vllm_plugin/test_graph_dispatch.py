@@ -1,8 +1,8 @@
-"""vLLM's own graph manager of Model Runner V2 with the host as the card: capture, dispatch, and padding.
+"""vLLM's own graph manager of Model Runner V2: capture, dispatch and padding.
 
-The classes are vLLM's, including the wrapper of a piece. Replaced are calls to CUDA and distributed groups, attention's
-metadata, and the check whether the model is compiled: a graph keeps the operations of its capture (``host_card``), and
-launches of the small-batch path are the plain twin's.
+The host plays the card. All classes are vLLM's, including the wrapper of a piece. Replaced are calls to CUDA and to
+distributed groups, the metadata of attention, and the check whether the model is compiled. A graph keeps the operations
+of its capture (``host_card``), and the small-batch path launches its plain twin.
 """
 
 import contextlib
@@ -52,7 +52,10 @@ def card(monkeypatch):
 
 
 class Runner:
-    """Two MoE layers in fixed buffers, and the graphs over them; one has its own piece if everything is resident."""
+    """Two MoE layers in fixed buffers, and the graphs that contain them.
+
+    With everything resident, the model also has a graph of its own piece.
+    """
 
     def __init__(self, query, budget, **options):
         self.config = config = configure(max_num_seqs=32)
@@ -78,7 +81,7 @@ class Runner:
         self.manager.capture(self.piece, state, self.inputs, None, *[None] * 3)
 
     def model(self, input_ids, **others):
-        """[rows, layers of hidden]."""
+        """Return the outputs of both layers, [rows, 2 * hidden]."""
         rows, captured = len(input_ids), host_card.capturing() is not None
         x, weights, ids = (part[:rows] for part in self.buffers)
         if rows <= SMALL_BATCH_ROWS and captured:
@@ -89,7 +92,10 @@ class Runner:
         return torch.cat(outs, 1)
 
     def step(self, given, lengths):
-        """Run requests with these numbers of tokens; returns the graph used, its rows, and the layers' outputs."""
+        """Run requests with these numbers of tokens.
+
+        Returns the mode of the graph, its rows, and the layers' outputs.
+        """
         tokens, uniform = sum(lengths), lengths[0] if len(set(lengths)) == 1 else None
         for buffer, part in zip(self.buffers, given, strict=True):
             buffer[:tokens] = part
@@ -99,7 +105,7 @@ class Runner:
         rows, mode, inputs = desc.num_tokens, desc.cg_mode, vars(self.inputs)
         if mode == CUDAGraphMode.FULL:
             out = self.manager.run_fullgraph(desc)
-        else:  # like the runner
+        else:  # as the runner does
             padded = {"batch_descriptor": BatchDescriptor(num_tokens=rows)} if mode == CUDAGraphMode.PIECEWISE else {}
             with set_forward_context(None, self.config, num_tokens=rows, cudagraph_runtime_mode=mode, **padded):
                 out = self.manager.run_pw_graph(self.piece, {name: part[:rows] for name, part in inputs.items()})
@@ -123,8 +129,9 @@ DRAFTS = [([3] * 2, 6), ([3] * 1, 3), ([3, 1, 20], 0), ([3] * 3, 9), ([3] * 5, 1
 )
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(card, query, steps, misses, budget):
-    """The same uses are counted: padding counts as none. Where the host computes misses, 24 rows are two small
-    batches.
+    """Uses are counted as on the host path; padding is not counted.
+
+    Where the CPU executes misses, 24 rows are two small batches.
     """
     runner, host = Runner(query, budget, misses=misses), make_server(STORE, "100%")
     host.resize(budget)
@@ -138,7 +145,7 @@ def test_a_replay_has_the_bits_of_the_hosts_way_for_as_many_tokens_as_there_are(
             assert torch.equal(out, forward(host, layer, *given)), (lengths, layer)
     runner.server.cache.read_device()
     assert (runner.server.stats().cpu_executed > 0) == (misses == "compute")
-    if misses == "compute":  # another test covers which of the host's steps those are
+    if misses == "compute":  # another test covers what the table holds then
         return runner.server.close(keep_store=True)
     for name in ("precision", "score", "used_at", "step"):
         ours, theirs = (getattr(server.cache.table, name) for server in (runner.server, host))

@@ -1,4 +1,4 @@
-"""Which CUDA graphs run, and that a MoE layer between two of them reads and writes their buffers."""
+"""Which CUDA graphs run around a MoE layer, and that it uses their buffers."""
 
 import logging
 
@@ -22,7 +22,7 @@ def _defaults(monkeypatch):
 
 
 def configured(monkeypatch, *, breakable=False, dymoe=None, **settings):
-    # Set here and not by the test: vLLM itself writes it into the environment for some architectures.
+    # Here and not in the test, because vLLM itself sets it in the environment for some architectures.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
     with platform_with_graphs():
         ours = configure(dymoe, **settings)
@@ -96,7 +96,7 @@ def test_a_decode_step_is_one_graph_where_the_device_decides(settings, asked, af
         assert (OPERATOR in ours_now.splitting_ops) == piecewise, "vLLM's workers may fall back to pieces"
     if after != "FULL_DECODE_ONLY":
         return
-    ours_now.adjust_cudagraph_sizes_for_spec_decode(query)  # like a worker
+    ours_now.adjust_cudagraph_sizes_for_spec_decode(query)  # as a worker does
     dispatcher = CudagraphDispatcher(ours)
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, query)
     assert not dispatcher.cudagraph_keys[CUDAGraphMode.PIECEWISE]
@@ -132,7 +132,7 @@ def test_breakable_graphs_are_never_full(asked, monkeypatch, said):
 
 
 def check(ours, plain, mode, *, breakable=False):
-    """vLLM derives from the mode what it would have derived if the user had requested this mode."""
+    """Check that vLLM derives what it would derive if a user had asked for the mode."""
     settings = ours.compilation_config
     assert settings.cudagraph_mode == mode
     assert (OPERATOR in settings.splitting_ops) == (mode == CUDAGraphMode.PIECEWISE and not breakable)
@@ -148,7 +148,7 @@ def check(ours, plain, mode, *, breakable=False):
     assert sorted(set(sizes)) == settings.cudagraph_capture_sizes
     assert not dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
     before = settings.splitting_ops
-    settle_graphs(ours)  # a second time changes nothing
+    settle_graphs(ours)  # settling twice changes nothing
     assert settings.cudagraph_mode == mode
     assert settings.splitting_ops == before
 
@@ -170,7 +170,7 @@ def test_the_list_of_a_user_is_not_written_to(monkeypatch, said):
 def test_where_no_graph_can_be(monkeypatch, said):
     ours, plain = configured(monkeypatch, enforce_eager=True)
     check(ours, plain, CUDAGraphMode.NONE)
-    settings = configure().compilation_config  # on a CPU
+    settings = configure().compilation_config  # without changing the platform
     assert settings.cudagraph_mode == CUDAGraphMode.NONE
     assert OPERATOR not in settings.splitting_ops
     assert said == []

@@ -1,4 +1,4 @@
-"""The live page in a headless browser, over the routes and a server that computes."""
+"""The live page in a headless browser, with the real routes and server."""
 
 import json
 import re
@@ -24,7 +24,7 @@ KEY = "secret"
 
 
 class Engine:
-    """Calls the worker's methods as vLLM's client does, with a step before each call."""
+    """Calls the worker's methods as vLLM's client does; runs a step before each call."""
 
     def __init__(self, rank):
         self.rank, self.steps, self.down = rank, 0, False
@@ -83,7 +83,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, address):
-    """The page after its reader entered the key; an error in its console fails the test."""
+    """Open the page and enter the key; an error in its console fails the test."""
     page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)
@@ -98,7 +98,7 @@ def page(browser, address):
 def test_it_shows_what_is_resident_and_what_flows(page, engine, tmp_path):
     expect, server = api.expect, engine.rank.server
     figures = page.locator("#charts figure")
-    for number in (0, 1, 2):  # tokens decoded, tokens of prompts, and hits
+    for number in (0, 1, 2):  # charts of decoded tokens, prompt tokens and hits
         expect(figures.nth(number).locator("strong span")).to_have_text(re.compile(r"[1-9]"), timeout=30_000)
     expect(page.locator("#legend")).to_contain_text(f"in {server.slot_plan.slots['high']} slots")
     page.locator("#map").focus()

@@ -1,4 +1,7 @@
-"""Layers while they load: what they share; a start that fails ends with a sentence and leaves nothing behind."""
+"""Layers while they load, and what they share.
+
+A start that fails ends with one sentence and leaves no files.
+"""
 
 import os
 from dataclasses import replace
@@ -46,8 +49,8 @@ def loading(packer):
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        (torch.inf, "down projection of expert 5 in layer 2 cannot be quantized .*: 1 of its weights are NaN or inf"),
-        (None, "lacks 1 .* down projection of expert 5 in layer 2; download it again"),
+        (torch.inf, "expert 5 in layer 2 .*NaN"),
+        (None, "expert 5 in layer 2; download"),
     ],
 )
 def test_a_weight_that_is_missing_or_not_finite_ends_the_start_and_leaves_nothing(tmp_path, bad, sentence):
@@ -77,7 +80,7 @@ def model_of(*layers):
     "other", [{"hidden": 128}, {"bias": True}, {"activation": Activation(Curve.RELU2, has_gate=False)}]
 )
 def test_layers_of_another_kind_of_experts_are_refused(other):
-    with pytest.raises(ConfigError, match=r"experts of layers\.3\.mlp\.experts differ from those of"):
+    with pytest.raises(ConfigError, match=r"layers\.3\.mlp\.experts differ"):
         model_of({}, {}, other)
 
 
@@ -94,7 +97,7 @@ def test_layers_have_the_numbers_of_the_model_and_none_has_anothers():
 
 
 def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
-    """A layer half as wide, and one with fewer experts: the same weights, followed by zeros."""
+    """A layer half as wide, and one with fewer experts, get zeros after their weights."""
     narrow, few = replace(SPEC, name="layers.2.x", intermediate=16), replace(SPEC, name="layers.3.x", num_experts=4)
     biased = [replace(spec, bias=True) for spec in (SPEC, narrow, few)]
     loading = Loading(CONFIG, Options(high=16, policy="on-demand"), None)

@@ -1,4 +1,4 @@
-"""The workers' counts as Prometheus metrics, as a log line, and as a summary for users of ``LLM()``."""
+"""The workers' counts as Prometheus metrics, log lines, and ``LLM()``'s summary."""
 
 import asyncio
 from dataclasses import fields, replace

@@ -1,4 +1,7 @@
-"""Models from ModelScope and object stores arrive through vLLM's own resolvers; stubs replace the services."""
+"""Models from ModelScope and object stores, through vLLM's own resolvers.
+
+Stubs replace the services.
+"""
 
 import json
 import shutil
@@ -34,7 +37,10 @@ MIXTRAL = {
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path):
-    """A stub of ModelScope with one model, which records requests; nothing contacts the Hugging Face hub."""
+    """Replace ModelScope by a stub with one model; return the requests to it.
+
+    A request to the Hugging Face hub fails the test.
+    """
     calls = []
 
     def snapshot_download(model_id, **choice):
@@ -58,7 +64,7 @@ def asked(monkeypatch, tmp_path):
 
 
 def with_experts(folder, kind="awq"):
-    """Tensors of two layers' experts of a kind; the last layer may have 16 bits."""
+    """Write the experts of two layers in a format of another tool."""
     folder.mkdir(parents=True)
     names = [
         f"model.layers.{n}.mlp.experts.0.{p}.weight" for n in range(2) for p in ("gate_proj", "up_proj", "down_proj")
@@ -88,7 +94,7 @@ def test_modelscope_has_the_files(asked, tmp_path):
 
 @pytest.fixture
 def store(monkeypatch, tmp_path):
-    """A stub of an object store: s3://models/NAME is tmp_path/NAME."""
+    """Replace an object store: s3://models/NAME is tmp_path/NAME."""
 
     def pull_files(url, folder, allow_pattern=None, ignore_pattern=None):
         source = tmp_path / url.removeprefix("s3://models/").strip("/")

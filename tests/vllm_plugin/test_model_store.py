@@ -1,4 +1,7 @@
-"""Which packed experts belong to a rank, and where they are kept; refused experts, and memory that is missing."""
+"""The packed experts of a rank: which they are, and where they are kept.
+
+Experts that do not belong to the model, and memory that is missing, are refused.
+"""
 
 import dataclasses
 import errno
@@ -76,8 +79,7 @@ def test_memory_that_cannot_be_locked_is_refused_where_it_was_asked_for(files, l
     assert place_experts(files, HostPlace(False), CUDA, asked_for=False) == (files, HostPlace(False))
     assert lock.calls == []
     lock._refuse = 1
-    sentence = r"pinning failed \(CUDA error 2: out of memory\).*; lower host_memory, or use host_store = \"file\"\."
-    with pytest.raises(StoreError, match=sentence):
+    with pytest.raises(StoreError, match="CUDA error 2"):
         place_experts(files, PINNED, CUDA, asked_for=True)
     assert not lock.pinned
 
@@ -95,9 +97,7 @@ def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, lo
 def test_memory_that_cannot_be_had_is_refused_where_it_was_asked_for_and_a_reason_elsewhere(files, monkeypatch):
     monkeypatch.setattr("vllm_dymoe.cache.host_slots.available_host_memory", lambda: 1000)
     for place in (PINNED, HostPlace(False, "", PINNED.host_cache)):
-        with pytest.raises(
-            StoreError, match=f"would be {PINNED.host_cache} bytes, but 1000 bytes are free; lower host_memory"
-        ):
+        with pytest.raises(StoreError, match=f"{PINNED.host_cache} bytes, but 1000 bytes"):
             place_experts(files, place, CPU, asked_for=place.pinned)
     store, place = place_experts(files, PINNED, CPU, asked_for=False)
     assert (store, place.host_cache) == (files, 0)
@@ -142,7 +142,7 @@ def test_a_damaged_or_another_models_store_of_an_earlier_start_is_written_again_
 
 
 def vllm_config(model, load_format="auto", **parallel):
-    """The part of vLLM's configuration that a model's store reads."""
+    """Return the part of vLLM's configuration that a model's store reads."""
     ranks = {
         "enable_eplb": False, "data_parallel_size": 1, "enable_expert_parallel": False, "local_world_size": 1,
         "data_parallel_size_local": 1,
@@ -156,7 +156,7 @@ def vllm_config(model, load_format="auto", **parallel):
 
 
 def load(model, root, *, load_format="auto", weights=None, host_store="file", **parallel):
-    """Load a model as vLLM does; returns its store, and whether its experts were packed now."""
+    """Load a model as vLLM does; return its store and whether this start packed it."""
     options = Options(high=4, low=2, group_size=32, store_dir=root, host_store=host_store)
     loading = ModelStore(vllm_config(model.folder, load_format, **parallel), options, None, PLAIN_READER, 1 << 30)
     for number in MOE_LAYERS:
@@ -206,7 +206,7 @@ def test_a_store_is_found_again_and_a_mere_copy_of_the_model_finds_it(model, tmp
 
 
 def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model, tmp_path):
-    """As in reproducible images, Nix, squashfs or after ``touch -d @0``."""
+    """Times are equal in reproducible images, in Nix and squashfs, or after ``touch``."""
     first, _ = load(model, tmp_path / "cache")
     other = dataclasses.replace(model, experts=doubled(model))
     other.tensors = model.dense | expert_tensors(other.experts, "separate")
@@ -221,7 +221,9 @@ def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model
 
 @pytest.mark.parametrize("load_format", ["auto", "runai_streamer"])
 def test_weights_that_come_from_elsewhere_are_compared_with_those_of_the_store(model, tmp_path, load_format):
-    """With an object store's loader, or a custom one, next to a folder with only the configuration, or with other
+    """Weights that do not come from the model's files are compared with the store's.
+
+    They come from an object store's loader or from a custom one. The folder then has only a configuration, or other
     weights.
     """
     if load_format == "auto":
@@ -235,7 +237,7 @@ def test_weights_that_come_from_elsewhere_are_compared_with_those_of_the_store(m
 
 
 def test_weights_that_can_only_be_sampled_as_files_make_a_difference(tmp_path):
-    """Files of a kind that the plugin cannot read, such as torch's."""
+    """Files that the plugin cannot read, such as torch's, are sampled."""
     found = set()
     for content in (b"a" * 10_000, b"a" * 5_000 + b"b" + b"a" * 4_999, b"a" * 10_001):
         (tmp_path / "pytorch_model.bin").write_bytes(content)
@@ -379,7 +381,10 @@ def test_without_a_home_the_folder_has_to_be_named(monkeypatch, home):
 
 @pytest.mark.parametrize(("keeps", "bits"), [(True, 16), (False, 4)])
 def test_a_drafts_experts_have_their_own_format_or_the_models(tmp_path, keeps, bits):
-    """At 16 bits beside experts that another tool has quantized, or that we quantize, whose bits they get, too."""
+    """A draft's experts keep 16 bits, or get the bits of the model's.
+
+    They keep 16 bits next to experts that another tool has quantized. Where the plugin quantizes, drafts get its bits.
+    """
     options = Options(high=4, low=0, group_size=32, store_dir=tmp_path)
     model = make_experts(bits=(4,), hidden=HIDDEN, intermediate=INTERMEDIATE).formats
     draft = ModelStore(vllm_config(tmp_path), options, None, PLAIN_READER, 1 << 30, 0, model, keeps=keeps)

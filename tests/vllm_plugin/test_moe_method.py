@@ -1,7 +1,7 @@
-"""A MoE layer between two CUDA graphs, without an engine: vLLM's compiled pieces and its breakable graphs.
+"""A MoE layer between two CUDA graphs, without an engine.
 
-The layer is a number that the host changes from step to step, as it changes residency: a graph that captured the layer
-would keep the number of its capture.
+The graphs are vLLM's compiled pieces, or its breakable graphs. The layer multiplies by a number that changes from step
+to step, as residency does; a graph that captured the layer would keep the number of its capture.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ STEPS = (1.0, 2.0, 5.0)
 
 
 def make_layer(*, shared):
-    """A runner of the plugin, with the attributes that operators and ``entry_with_buffers`` read."""
+    """Return a runner of the plugin's layer, with what ``entry_with_buffers`` reads."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
@@ -44,12 +44,12 @@ def make_layer(*, shared):
 
 
 def make_model(entry, *, shared):
-    """A piece, the layer, and a piece that uses the results of both."""
+    """Return a model: a piece, the layer, and a piece that uses the results of both."""
     from vllm.utils.torch_utils import LayerName
 
     def model(x):
         hidden = torch.sin(x)
-        latent = hidden[:, : HIDDEN // 2].contiguous()  # as wide as experts of a latent space
+        latent = hidden[:, : HIDDEN // 2].contiguous()  # for experts of a latent space
         result = entry(latent, latent + 1, hidden if shared else None, None, LayerName(LAYER), 0)
         if not shared:
             return torch.cat([result, hidden], 1)
@@ -63,13 +63,13 @@ def make_model(entry, *, shared):
 def expected(x, number, *, shared):
     hidden = torch.sin(x)
     latent = hidden[:, : HIDDEN // 2]
-    out = latent * number + (latent + 1)  # in the layer's order: sums close to zero depend on it
+    out = latent * number + (latent + 1)  # added in the layer's order, on which sums close to zero depend
     return torch.cat([out * 3, hidden - number, hidden], 1) if shared else torch.cat([out, hidden], 1)
 
 
 @contextlib.contextmanager
 def context(layer, *, graphs=True):
-    """A vLLM configuration and the forward context of a step of TOKENS tokens."""
+    """Set a vLLM configuration and the forward context of a step of TOKENS tokens."""
     from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
     from vllm.forward_context import BatchDescriptor, set_forward_context
 
@@ -86,7 +86,7 @@ def context(layer, *, graphs=True):
 
 
 def vllms_operator(*, shared):
-    """The operator that vLLM's runner uses on a GPU."""
+    """Return the operator that vLLM's runner uses on a GPU."""
     return torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
 
 
@@ -122,7 +122,7 @@ def run_steps(model, layer, x, *, shared):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["routed", "shared"])
 def test_our_operator_between_pieces_writes_where_the_next_one_reads(shared):
-    """vLLM's own operator is wrong here: the harness detects the original fault."""
+    """With vLLM's own operator, steps are wrong, so the test would find the fault."""
     from vllm_dymoe.vllm_plugin.graphs import OPERATOR
     from vllm_dymoe.vllm_plugin.moe_method import entry_with_buffers
 
@@ -142,15 +142,15 @@ def test_layers_without_graphs_keep_vllms_operator():
     layer = make_layer(shared=False)
     with context(layer, graphs=False):
         assert entry_with_buffers(layer) is None
-    layer.routed_experts.quant_method = object()  # a model that the plugin does not serve
+    layer.routed_experts.quant_method = object()  # a layer that the plugin does not serve
     with context(layer):
         assert entry_with_buffers(layer) is None
 
 
 class Tape(TorchDispatchMode):
-    """A stream for captures: records every operator that reaches the device, and no host code.
+    """Records the operators that reach the device, as a capture does.
 
-    Host operators are given with their Python code.
+    Operators in ``host`` run their Python code on the host and are not recorded themselves.
     """
 
     def __init__(self, host):
@@ -168,7 +168,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def graph(self):
-        """A stand-in for torch.cuda.CUDAGraph."""
+        """Return a class that replaces torch.cuda.CUDAGraph."""
         tape = self
 
         class Graph:
@@ -187,7 +187,9 @@ class Tape(TorchDispatchMode):
 
 
 def breakable_steps(choices):
-    """Run steps under vLLM's BreakableCUDAGraphWrapper; returns which were right, and the breaks of its capture.
+    """Run steps under vLLM's BreakableCUDAGraphWrapper.
+
+    Returns which steps were right, and the graphs and breaks of the capture.
 
     Runs in a process of its own: vLLM decides at import whether its operators interrupt captures.
     """
@@ -225,7 +227,7 @@ def captured_steps(*, ours, shared):
 
 
 def test_our_operator_interrupts_breakable_captures():
-    """vLLM's own operator is wrong here: the harness detects the original fault."""
+    """With vLLM's own operator, steps are wrong, so the test would find the fault."""
     choices = [{"ours": True, "shared": False}, {"ours": True, "shared": True}, {"ours": False, "shared": False}]
     right = [True] * len(STEPS), 2, 1
     assert in_own_process(breakable_steps, choices) == [right, right, ([True, False, False], 1, 0)]

@@ -1,4 +1,4 @@
-"""Whose tokens a step computes, read from the data of vLLM's schedulers and model runners."""
+"""Whose tokens a step computes, from the data of vLLM's schedulers and runners."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -25,7 +25,7 @@ def new(name, prompt, embeds=False):
 
 
 def first_runner(names, position):
-    """vLLM's first model runner: one persistent batch with an order of its own."""
+    """Return vLLM's first model runner: one persistent batch in an order of its own."""
     return SimpleNamespace(
         input_batch=SimpleNamespace(req_ids=names), positions=torch.tensor(position), execute_model_state=object()
     )
@@ -57,7 +57,7 @@ def test_numbers_last_as_long_as_a_request_and_are_never_given_again(recorder):
     observer = TraceObserver(recorder)
     observer.begin_step(scheduled(2, 2, new=[new("a", 2), new("b", 2)]))
     observer.begin_step(scheduled(finished=["a"]))  # no tokens: the step does not run
-    step = scheduled(5, 1, new=[new("a", 5), new("b", 2)])  # b was preempted and returns
+    step = scheduled(5, 1, new=[new("a", 5), new("b", 2)])  # b returns after a preemption
     observer.begin_step(step)
     observer.end_step(first_runner(["a", "b"], [0] * 6), step, 7, failed=False)
     assert recorder.begin.call_count == 2
@@ -86,6 +86,6 @@ def test_next_gates_are_asked_about_this_layers_input(recorder):
     assert told.args[0].weights[2].tolist() == (-torch.eye(3)).tolist()
     step = scheduled(1)
     observer.begin_step(step)
-    known.clear()  # found to be wrong while the step was computed
+    known.clear()  # the gates were found to be wrong during the step
     observer.end_step(first_runner(["a"], [0]), step, 7, failed=False)
     assert [call.kwargs["next_gate"] for call in recorder.end.call_args_list] == [False, True, False]

@@ -1,4 +1,4 @@
-"""The register of patches against the installed vLLM, and against the adapter's actual patches."""
+"""The register of patches, compared with the installed vLLM and the plugin's code."""
 
 import ast
 import contextlib
@@ -51,7 +51,10 @@ def test_a_patch_is_applied_once_to_what_is_in_the_installed_vllm(patch):
 
 
 def test_on_a_gpu_the_cpu_s_worker_is_left_alone():
-    """Its module replaces torch.cuda's events and streams by placeholders, for every user of torch."""
+    """Importing the CPU worker's module would replace torch.cuda's events and streams.
+
+    Placeholders would then serve every user of torch in the process.
+    """
     program = (
         "import torch; from vllm.platforms import current_platform; events = torch.cuda.Event, torch.Event; "
         "type(current_platform).is_cpu = lambda self: False; "
@@ -67,7 +70,10 @@ def test_no_target_is_registered_twice():
 
 
 def assignments_to_vllm(source):
-    """Names that a module sets in vLLM: calls of setattr, and attributes of anything imported from there."""
+    """Return the names that a module sets in vLLM.
+
+    By setattr, or as attributes of anything imported from there.
+    """
     tree = ast.parse(source)
     imported = set()
     for node in ast.walk(tree):
@@ -112,13 +118,13 @@ def calls_of(name):
 
 
 def test_transfers_are_paused_on_every_way_to_a_capture():
-    """Methods that capture, and those that call them, up to the ones that are paused."""
+    """Follow the calls of methods that capture, up to the methods that are paused."""
     calls = {name: calls_of(name) for name, method in vars(Worker).items() if inspect.isfunction(method)}
     ways = {name for name, called in calls.items() if called & CAPTURES}
     assert ways, "vLLM captures elsewhere by now"
     while more := {name for name, called in calls.items() if called & (ways - PAUSED)} - ways:
         ways |= more
-    # A method that is not paused itself is called by one that is.
+    # The outermost callers are exactly the methods that are paused.
     assert {name for name in ways if not any(name in calls[other] for other in ways)} == PAUSED
 
 

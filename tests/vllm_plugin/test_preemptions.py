@@ -1,4 +1,4 @@
-"""What is proposed when vLLM preempts requests because its KV cache is full."""
+"""What the plugin proposes when vLLM's full KV cache makes it preempt requests."""
 
 from types import SimpleNamespace
 
@@ -68,4 +68,4 @@ def test_it_is_said_once_for_each_budget(server, monkeypatch):
     server.slot_plan.limit = 1 << 21
     step("b")
     assert len(said) == 2
-    watch.see(SimpleNamespace(num_scheduled_tokens={}), runner, server)  # a scheduler that does not say
+    watch.see(SimpleNamespace(num_scheduled_tokens={}), runner, server)  # a scheduler without the list of preemptions

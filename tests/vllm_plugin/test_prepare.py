@@ -1,4 +1,4 @@
-"""What is refused and set before any process starts, through vLLM's own EngineArgs and without an engine."""
+"""What is refused and set before any process starts, through vLLM's EngineArgs."""
 
 import json
 import os
@@ -41,7 +41,7 @@ DENSE = {
 
 @pytest.fixture(autouse=True)
 def _no_options_from_outside(monkeypatch):
-    """The environment of the test run must not affect these tests."""
+    """Keep the environment of the test run from affecting these tests."""
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         monkeypatch.delenv(name)
 
@@ -62,7 +62,7 @@ def refusal(dymoe=None, **settings):
 
 
 def with_quantization_config(folder, quantization_config):
-    """The shipped model's configuration, as a checkpoint with a quantization_config."""
+    """Copy the shipped model's configuration, with the given quantization_config."""
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     config = json.loads((MODEL / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_a_trace_needs_all_layers_in_one_process(tmp_path):
 def test_what_cannot_meet_at_the_experts_of_several_engines_is_refused(tmp_path):
     both = {"data_parallel_size": 2, "enable_expert_parallel": True}
     configure(**both)
-    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # no dispatch of tokens between engines
+    configure(data_parallel_size=2, all2all_backend="deepep_low_latency")  # unused without expert parallelism
     for sentence, dymoe, settings in (
         ("not through deepep_low_latency", None, both | {"all2all_backend": "deepep_low_latency"}),
         ("leave --pipeline-parallel-size out", None, both | {"pipeline_parallel_size": 2}),
@@ -109,7 +109,7 @@ def test_a_hopeless_budget_is_refused_with_the_number_that_works(budget, bits):
     assert f"at least {least} bytes" in refusal({"high": bits, "expert_budget": least - 1})
 
 
-# Engines that hold all experts have one copy of them each.
+# Several engines that hold all experts share one copy of them, so data parallelism does not divide the memory.
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_host_memory_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, settings):
     monkeypatch.setattr(prepare, "available_host_memory", lambda: 10**6)
@@ -161,8 +161,7 @@ def test_a_checkpoint_of_ours_needs_no_flag_and_cannot_be_contradicted(tmp_path)
 
 @pytest.mark.parametrize("method", ["hqq", "fbgemm_fp8"])
 def test_a_checkpoint_of_another_method_is_refused(tmp_path, method):
-    sentence = f"vllm-dymoe: the checkpoint is quantized with {method} already, .* 16-bit weights can be read; use one"
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=f"quantized with {method}"):
         configure(model=with_quantization_config(tmp_path, {"quant_method": method}))
 
 
@@ -194,7 +193,7 @@ def test_a_codebook_has_no_low_version_inside(codebook, nested):
 
 
 def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
-    """By default it checks checkpoints only where nothing is quantized."""
+    """By default, vLLM checks only checkpoints that are not quantized."""
     assert configure().load_config.model_loader_extra_config == {"enable_weights_track": True}
     for given in ({"enable_weights_track": False}, {"enable_weights_track": True}):
         assert configure(model_loader_extra_config=given).load_config.model_loader_extra_config == given
@@ -206,7 +205,7 @@ def test_vllm_is_to_refuse_a_checkpoint_that_lacks_a_weight():
 
 
 def test_a_weight_in_two_places_counts_as_loaded_in_both():
-    """And one that is in none of the loaded places still counts as missing."""
+    """A weight that is loaded nowhere still counts as missing."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -229,7 +228,7 @@ def test_a_weight_in_two_places_counts_as_loaded_in_both():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What is asked of a planner that always chooses 8 bits."""
+    """Record the questions to a planner that always chooses 8 bits."""
     asked = []
 
     def choose(model, wanted):
@@ -251,7 +250,10 @@ def test_where_nothing_is_set_the_plugin_chooses(asked, said):
 
 
 def test_the_choice_is_part_of_what_decides_the_tokens_of_a_step(asked):
-    """vLLM's configuration is derived a second time where the link decides, and must have the same options."""
+    """vLLM derives its configuration twice where the link sets the tokens of a step.
+
+    The options must be the same both times.
+    """
     config = configure()
     assert config.additional_config["dymoe"] == {"high": 8, "dense": 8}
 

@@ -19,7 +19,10 @@ STEP = RunningStep()
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Begin a step whose requests have these numbers of query tokens; without metadata, as when vLLM warms up."""
+    """Return a function that begins a step of requests with these query tokens.
+
+    While warming up, vLLM announces no step.
+    """
 
     def step(lengths, ranks=1, warming_up=False, padding=()):
         STEP.end()
@@ -62,8 +65,9 @@ def test_each_prompt_has_heavy_hitters_of_its_own(begin):
 
 
 def test_the_last_attention_layer_with_queries_and_keys_counts(begin):
-    """A layer that shares an earlier layer's cache has no keys; with MLA no layer has, and every token counts
-    equally.
+    """Layers without queries and keys leave the heavy hitters as they are.
+
+    A layer that shares an earlier layer's cache has no keys. With MLA no layer has any, and every token counts equally.
     """
     begin([1, 40])
     tap = make_tap()
@@ -93,7 +97,10 @@ def test_a_sliding_window_limits_what_is_seen(begin):
 
 @pytest.mark.parametrize("padding", [(0, 0), (34, 0)], ids=["no requests", "a request"])
 def test_rows_of_padding_are_no_prompts(begin, padding):
-    """Attention has them in requests without tokens, or in one that is longer than any drafted answer."""
+    """Attention sees padding as requests without tokens, or as one long request.
+
+    The long one exceeds every drafted answer.
+    """
     query, key = queries_and_keys(64)
     query[30:] = key[30:] = torch.nan
     seen = []
@@ -143,7 +150,7 @@ def test_where_every_token_counts_attention_is_not_asked(begin, monkeypatch):
 def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
     begin([30], ranks=2)
     query, key = queries_and_keys(30)
-    query *= 10  # so that a token's measure weighs more than the number of tokens after it
+    query *= 10  # attention then counts for more than the number of tokens that follow
     monkeypatch.setattr(
         step_module,
         "tensor_model_parallel_all_reduce",
@@ -158,7 +165,7 @@ def test_ranks_add_up_what_their_heads_see(begin, monkeypatch):
 
 @pytest.mark.parametrize("share", [1, 0.2])
 def test_marks_say_the_same_without_a_look(begin, share):
-    """Padding requests and rows have none."""
+    """Padding requests and padding rows have no marks."""
     begin([1, 50, 1, 7], padding=[0, 3])
     tap = make_tap(heavy_share=share)
     tap.attend(LAYER, *queries_and_keys(62))

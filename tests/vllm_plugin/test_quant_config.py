@@ -1,4 +1,4 @@
-"""What a quantized checkpoint determines: options, refusals, and the methods of dense layers."""
+"""What follows from a quantized checkpoint: options, refusals, dense methods."""
 
 import copy
 import pickle
@@ -46,7 +46,7 @@ def options(folder, dymoe, quantization=AWQ):
 
 @pytest.mark.parametrize(("quantization", "held"), [(None, False), (AWQ, True)])
 def test_a_worker_process_reads_the_experts_as_the_engine_does(quantization, held):
-    """vLLM pickles the configuration for its workers; the unpickled one is equal, but another object."""
+    """vLLM pickles the configuration for its workers, which get an equal object."""
     config = DymoeConfig({}) if quantization is None else DymoeConfig.from_config(quantization)
     sent = pickle.loads(pickle.dumps(config))
     assert (sent.reader.held, sent.reader.encoding) == (held, config.reader.encoding)
@@ -79,10 +79,10 @@ def test_other_bits_and_groups_are_refused(tmp_path, quantization, dymoe, senten
 
 def test_variants_and_dense_layers_that_cannot_run_are_refused(tmp_path):
     gemv = with_quantization_config(tmp_path, AWQ | {"version": "gemv"})
-    with pytest.raises(ValueError, match='version "gemv", but only "gemm" can be read'):
+    with pytest.raises(ValueError, match="gemm"):
         configure(model=gemv)
     asymmetric = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
-    with pytest.raises(ConfigError, match="this vLLM cannot run the dense layers of the gptq checkpoint"):
+    with pytest.raises(ConfigError, match="dense layers of the gptq checkpoint"):
         DymoeConfig.from_config(asymmetric)
 
 
@@ -103,7 +103,7 @@ def test_groups_of_a_store(group_size, columns, ranks, sizes):
 
 
 def test_ranks_that_cut_groups_are_refused_unless_nothing_is_held_as_it_is():
-    with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives a rank 50 columns .* high to 16"):
+    with pytest.raises(CheckpointError, match=r"50 columns .*high to 16"):
         check_compatible(reader(), (4,), 32, 50, 2)
     check_compatible(reader(), (16,), 64, 50, 2)
 
@@ -133,7 +133,7 @@ COMPRESSED = {
 
 def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
     ordered = make_reader(GPTQ)
-    with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 2 gives .* add --enable-expert-parallel"):
+    with pytest.raises(CheckpointError, match=r"--enable-expert-parallel"):
         check_compatible(ordered, (4,), 32, 64, 2)
     check_compatible(ordered, (4, 2), 32, 64, 1)
     check_compatible(ordered, (16,), 32, 64, 2)
@@ -147,7 +147,7 @@ def test_ranks_cannot_share_a_matrix_whose_groups_are_scattered(tmp_path):
 
 @pytest.mark.parametrize("config", [GPTQ, COMPRESSED, AWQ, None])
 def test_what_the_formats_of_a_checkpoint_are(config):
-    """With an unconverted checkpoint, and with one that was converted from it."""
+    """For the checkpoint as published, and for its conversion."""
     ordered = (4,) if config in (GPTQ, COMPRESSED) else ()
     reader = make_reader(config)
     own = {"integer_zeros": config is AWQ, "act_order": bool(ordered), "encoding": encoding_of(4)}
@@ -176,7 +176,7 @@ OURS = {"quant_method": "dymoe", "format_version": 5, "hi": 4, "zeros_in_steps":
 
 @pytest.mark.parametrize("quantization", [AWQ, OURS])
 def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
-    """With an unconverted checkpoint, and with one that was converted from it."""
+    """For the checkpoint as published, and for its conversion."""
     config = DymoeConfig.from_config(quantization)
     assert config.checkpoint == (OURS if quantization is OURS else None)
     assert (not config.reader.held) == (quantization is OURS)
@@ -190,7 +190,7 @@ def test_dense_layers_are_left_to_vllms_own_configuration(quantization):
 
 
 def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
-    """The drafts of Step-3.5 and Nemotron-H get another quantization config than the model."""
+    """Drafts of Step-3.5 and Nemotron-H have a quantization config of their own."""
     mine = SimpleNamespace(loading=object())
     model = DymoeMoEMethod.__new__(DymoeMoEMethod)
     model.loading = mine.loading
@@ -208,12 +208,15 @@ def test_a_draft_with_a_config_of_its_own_joins_the_models_experts(monkeypatch):
 
 
 def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
-    """vLLM's Qwen3.5 draft looks for "mtp" in such rules, and then runs its experts without quantization."""
+    """For such a rule vLLM's Qwen3.5 draft runs its experts without quantization.
+
+    It looks for "mtp" in the rules.
+    """
     said = GPTQ | {
         "desc_act": False,
         "dynamic": {r"-:.*mtp.*": {}, r".*mtp_like.*": {"bits": 8}, "lm_head": {"bits": 8}},
     }
-    model = SimpleNamespace(quantization_config=copy.deepcopy(said))  # vLLM passes a copy, and drafts read the model's
+    model = SimpleNamespace(quantization_config=copy.deepcopy(said))  # vLLM passes a copy; drafts read the model's own
     assert DymoeConfig.override_quantization_method(said, "dymoe", model) == "dymoe"
     for shown in (said, model.quantization_config):
         assert not any(pattern.startswith("-:") and "mtp" in pattern for pattern in shown["dynamic"])
@@ -223,4 +226,4 @@ def test_a_rule_that_leaves_drafts_out_does_not_keep_their_experts_from_us():
     config._modules = modules_of(tensors | drafts, 1)
     assert (config.reader.bits, config.draft_reader.held) == (4, False)
     config._modules = None, [replace(module, plain=None) for module in config._modules[1]]
-    assert not config.draft_reader.held  # follows the rule where tensor names are unknown
+    assert not config.draft_reader.held  # without known tensor names, the rule decides

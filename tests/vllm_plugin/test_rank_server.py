@@ -1,4 +1,4 @@
-"""A rank's running step: its start and end, its phase and rows, and the forward of its layers."""
+"""A rank's running step: begin and end, phase and rows, and its layers' forward."""
 
 import contextlib
 import dataclasses
@@ -36,8 +36,8 @@ LAYER = RankLayer("layers.0", 0, Activation.SILU, None)
         (scheduled(1, 7), Phase.PREFILL),
         (scheduled(4, 1, drafted={"a": 3}), Phase.DECODE),
         (scheduled(4, 2, drafted={"a": 3}), Phase.PREFILL),
-        (scheduled(1, 1, reading=["b"]), Phase.PREFILL),  # the last chunk
-        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # all tokens except one are cached
+        (scheduled(1, 1, reading=["b"]), Phase.PREFILL),  # the last chunk of a prompt
+        (scheduled(1, 1, new=[SimpleNamespace(req_id="a")]), Phase.PREFILL),  # the prefix cache has all tokens but one
     ],
 )
 def test_the_phase_of_a_step(what, phase):
@@ -48,7 +48,7 @@ def test_the_phase_of_a_step(what, phase):
 
 
 def test_the_scheduler_says_which_requests_read_a_prompt():
-    """Steps in vLLM's own words, which the constructed steps must match."""
+    """Use vLLM's own data; the other tests' made-up steps have to match it."""
     fields = dict.fromkeys((field.name for field in dataclasses.fields(CachedRequestData)), ())
     step, what = RunningStep(), scheduled(1, 1)
     for answered, phase in (([0, 1], Phase.PREFILL), ([2, 1], Phase.DECODE)):
@@ -60,7 +60,10 @@ def test_the_scheduler_says_which_requests_read_a_prompt():
 
 
 def test_drafts_that_are_taken_off_while_the_step_begins_are_no_tokens():
-    """vLLM's first model runner does so with n-grams computed on a GPU, in the scheduler's own words."""
+    """vLLM's first model runner may take n-gram drafts back after the step began.
+
+    It does so by changing the scheduler's own output.
+    """
     step, what = RunningStep(), scheduled(4, 2, drafted={"a": 3, "b": 1})
     step.begin(what)
     what.total_num_scheduled_tokens -= 2
@@ -77,7 +80,7 @@ def test_rows_behind_a_steps_tokens_are_padding():
 
 
 class Server:
-    """The part of a server, and of its helpers, that a rank uses; its layers return their input."""
+    """The parts of a server that a rank uses; the layers return their input."""
 
     experts, cpu_execution = SimpleNamespace(layers=(0,), num_experts=64), SimpleNamespace(cpu_queue=None)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
@@ -120,7 +123,7 @@ class Listener(Observer):
 
 
 class Runner:
-    """A model runner that records the step while the model runs; tokens are sampled afterwards."""
+    """A model runner that records the step during the model; it samples afterwards."""
 
     def __init__(self, rank, samples=True):
         self._step, self._samples = rank.step, samples
@@ -136,7 +139,7 @@ class Runner:
 
 
 def served_by(runner, rank):
-    """vLLM's worker in its wrapper, with only the plugin's patches."""
+    """Return vLLM's worker in its wrapper, with only the plugin's patches."""
     apply_patches()
     config = DymoeConfig()
     config.loading = SimpleNamespace(rank_server=rank)
@@ -160,7 +163,7 @@ def test_a_step_begins_at_the_wrapper_and_ends_with_its_output(samples):
             wrapper.worker.sample_tokens(None)
         assert rank.step.warming_up
     wrapper.execute_model(scheduled(finished=["a"]))
-    wrapper.worker.execute_model(scheduled(2, 2))  # vLLM's second model runner warms up like this
+    wrapper.worker.execute_model(scheduled(2, 2))  # as vLLM's second model runner warms up
     assert [seen for seen in runner.seen if seen != "sampled"] == [(1, 5), (2, 5), (2, 0), (2, 0)]
 
 
@@ -219,7 +222,7 @@ def test_observers_hear_of_steps_what_the_server_is_given_and_nothing_of_warm_up
 
 @pytest.mark.parametrize("padding", [-1, 3], ids=["to no expert", "as tokens"])
 def test_rows_of_padding_are_not_seen_and_told_from_experts_of_other_ranks(padding):
-    """vLLM 0.32 routes them to expert -1; before, they may have any expert."""
+    """vLLM 0.32 routes padding to expert -1; earlier versions choose any expert."""
     method = DymoeMoEMethod.__new__(DymoeMoEMethod)
     method.layer, method._loader = LAYER, SimpleNamespace(check_complete=lambda: None)
     config = SimpleNamespace(model_config=None, device_config=None)

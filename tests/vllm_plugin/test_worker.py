@@ -37,7 +37,7 @@ def test_a_predictor_is_written_when_it_is_asked_for(monkeypatch):
     "changes", [{"self": 1}, {"changes": {}}, {"": 1}, {"high": [4]}, {"high": {"a": 1}}, {"low": None}]
 )
 def test_changes_of_any_name_and_kind_are_refused_with_a_sentence(changes, memory_store, monkeypatch):
-    """Call them as vLLM does: with keywords."""
+    """Changes arrive as keywords, as vLLM passes them."""
     server = make_server(memory_store, "100%", "dymoe")
     monkeypatch.setattr(worker, "_server", lambda extension: server)
     name = next(iter(changes))

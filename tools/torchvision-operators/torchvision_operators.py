@@ -1,4 +1,4 @@
-"""Declares the operators of torchvision for which it registers shapes when it is imported."""
+"""Declares the operators of torchvision whose shapes it registers at import."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,10 @@ _libraries: list[torch.library.Library] = []  # an operator lives as long as its
 
 
 def declare() -> None:
-    """Declare the operators if torchvision is installed and its compiled ones do not load; torch calls this."""
+    """Declare torchvision's operators if its compiled ones do not load.
+
+    torch calls this at import.
+    """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or _libraries:
         return

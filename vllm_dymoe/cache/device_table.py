@@ -4,6 +4,7 @@ The host writes between two steps. Tables stay at fixed addresses, which capture
 handle); only their values change.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,8 +21,9 @@ from vllm_dymoe.cache.transfer import Reason, TransferStats
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.hotness import squared_gates, usable
+from vllm_dymoe.planner.link_share import StepTime
 from vllm_dymoe.planner.precision import Precision
-from vllm_dymoe.planner.routing import RoutingError
+from vllm_dymoe.planner.routing import Phase, RoutingError
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import CODES, ID_BITS, Counter, Table, set_precision
 from vllm_dymoe.policies import Policy
@@ -190,38 +192,48 @@ class DeviceCounts:
 
 
 class DeviceWaits:
-    """The time that steps without the host have waited for the link.
+    """How long steps without the host wait for the link.
 
     It follows from what they have fetched and the rate of the link: a step of few rows waits for all that it fetches.
-    The host learns of it some steps later, without waiting.
+    The host learns of it some steps later, without waiting. Steps between two readings are counted if they are of one
+    phase.
 
     Args:
         seconds: seconds of fetching a version, or its residual slice, by LOW and HIGH.
+        clock: in seconds.
     """
 
-    def __init__(self, table: Table, seconds: Mapping[int, float]) -> None:
-        self._table, self._waited = table, 0.0
+    def __init__(
+        self, table: Table, seconds: Mapping[int, float], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._table, self._clock = table, clock
         self._seconds = [seconds.get(code, 0.0) for code in (HIGH, LOW)]
         self._seen, self._told = [0, 0], [-1, -1]
         self._on_host = HostCopy(self._fetched)
+        self._phases, self._begun = set[Phase](), 0.0  # of the steps since the last reading began, and when it did
+        self._read: tuple[set[Phase], float] = set(), 0.0  # phases and seconds that the running reading is about
 
     @property
     def _fetched(self) -> Tensor:
         """Versions and slices that steps have fetched, high and low: int64 [2]."""
         return self._table.counters[:, Counter.FETCHED_HIGH : Counter.FETCHED_LOW + 1].sum(0)
 
-    def seconds(self) -> float:
-        """Return the seconds waited so far, and ask for what has come since.
-
-        The result includes only what the host knows already.
-        """
+    def begin_step(self, phase: Phase) -> StepTime | None:
+        """Begin a step; return what is known of earlier ones, see ``Waits``."""
+        found = None
         if self._on_host.ready:
             before, self._seen = self._seen, self._on_host.take().tolist()
             # If statistics were taken meanwhile, counters started again from zero.
             news = [now - last if now >= last else now for now, last in zip(self._seen, before, strict=True)]
-            self._waited += sum(count * each for count, each in zip(news, self._seconds, strict=True))
+            phases, seconds = self._read
+            if len(phases) == 1:
+                waited = sum(count * each for count, each in zip(news, self._seconds, strict=True))
+                found = StepTime(*phases, seconds, waited)
+            now = self._clock()
+            self._read, self._phases, self._begun = (self._phases, now - self._begun), set(), now
             self._on_host.ask(self._fetched)
-        return self._waited
+        self._phases.add(phase)
+        return found
 
     def follow(self, thresholds: Sequence[NDArray[np.int64]]) -> None:
         """Write thresholds that have changed into the table.

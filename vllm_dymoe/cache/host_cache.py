@@ -51,6 +51,7 @@ class HostCache(HostStore):
         nbytes: budget of host memory, a hard limit.
         timeout: seconds to wait for a read; None for no limit.
         shared: its memory, if other processes share it; it has room for everything, and ``fill`` must be called next.
+        fills: ``fill`` is called next, so memory need not be touched before.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class HostCache(HostStore):
         page_lock: CudaPageLock | None = None,
         timeout: float | None = None,
         shared: SharedMemory | None = None,
+        *,
+        fills: bool = False,
     ) -> None:
         self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
         self.engine = TransferEngine(_DiskDelivery(files), files.depth, timeout=timeout, waiters_move=False)
         try:
-            self.slots = HostSlots(self.experts, nbytes, page_lock, self.engine, shared)
+            self.slots = HostSlots(self.experts, nbytes, page_lock, self.engine, shared, touches=not fills)
         except BaseException:
             self.engine.close()
             _unshare(shared)
@@ -262,9 +265,9 @@ class HostCache(HostStore):
                 self._make_slots(before)
                 raise
 
-    def _make_slots(self, nbytes: int, shared: SharedMemory | None = None) -> None:
-        counts = self.slots.counts
-        self.slots = HostSlots(self.experts, nbytes, self._page_lock, self.engine, shared, counts)
+    def _make_slots(self, nbytes: int, shared: SharedMemory | None = None, *, fills: bool = False) -> None:
+        given = self.experts, nbytes, self._page_lock, self.engine, shared, self.slots.counts
+        self.slots = HostSlots(*given, touches=not fills)
 
     def sleep(self) -> None:
         """Free the memory until ``wake``; no step may be running.
@@ -284,7 +287,7 @@ class HostCache(HostStore):
         """
         try:
             with self._changed:
-                self._make_slots(self.slots.limit, self._shared if self.whole else None)
+                self._make_slots(self.slots.limit, self._shared if self.whole else None, fills=self.whole)
         except BaseException:
             _unshare(self._shared)
             raise

@@ -71,6 +71,8 @@ class HostSlots:
         engine: TransferEngine,
         shared: SharedMemory | None = None,  # memory for everything that other processes share
         counts: HostCacheCounts | None = None,  # counts to continue
+        *,
+        touches: bool = True,  # touch all memory now; reads that come next would do it while they wait for the disk
     ) -> None:
         self.limit, self._experts, self._engine, self.counts = nbytes, experts, engine, counts or HostCacheCounts()
         self.fetchers: dict[int, Fetcher[ExpertCache]] = {}
@@ -105,7 +107,7 @@ class HostSlots:
                     most = max(1, _CHUNK // each)
                     for first in range(0, count, most):
                         arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
-                        if not found:  # touch the pages: a machine short of memory would kill the process later
+                        if touches and not found:  # a machine short of memory would kill the process later
                             arena.memory.fill_(0)
                         self.refused = self.refused or arena.lock()
                     reserved = int(table.quotas[np.array(experts.kinds) == kind].sum())

@@ -28,7 +28,7 @@ from vllm_dymoe.executor.read_ahead import ReadAhead, expect
 from vllm_dymoe.executor.streamed_layer import LayerStep
 from vllm_dymoe.kernels import Activation, ExpertKernel, combine
 from vllm_dymoe.planner.constants import Action
-from vllm_dymoe.planner.link_share import LinkShare
+from vllm_dymoe.planner.link_share import HostWaits, LinkShare
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, Routing
@@ -98,7 +98,8 @@ class HostPlannedLayers:
         self.prefetcher: Prefetcher | None = None
         self._observed = True  # tokens belong to requests
         thresholds, share = policy.precision.thresholds, policy.precision.link_share
-        self.link_share = None if share is None else LinkShare(thresholds, share, agree)
+        waits = device_waits or HostWaits(lambda: self.engine.stats.exposed_wait_seconds)
+        self.link_share = None if share is None else LinkShare(thresholds, share, waits, agree)
         self._device_waits = device_waits
         if predictor is not None:
             predictor.predictor.slots_changed()
@@ -134,8 +135,7 @@ class HostPlannedLayers:
         if self.migration is not None:
             self.migration.turn()
         if self.link_share is not None:
-            waited = self.engine.stats.exposed_wait_seconds
-            self.link_share.begin_step(waited if self._device_waits is None else waited + self._device_waits.seconds())
+            self.link_share.begin_step(phase)
             if self._device_waits is not None:
                 self._device_waits.follow(self.policy.precision.thresholds)
         if self.predictor is not None:

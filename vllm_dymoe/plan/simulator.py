@@ -31,7 +31,7 @@ from vllm_dymoe.plan.device import Device, ExpertRate
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
 from vllm_dymoe.planner.importance import mark_heavy_hitters
-from vllm_dymoe.planner.link_share import LinkShare
+from vllm_dymoe.planner.link_share import HostWaits, LinkShare
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase, PromptTokens, Routing
 from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM, Ints
@@ -248,7 +248,9 @@ class Simulator:
         precision, self._waited = policy.precision, 0.0  # seconds that steps waited for the link
         self._dial: LinkShare | None = None
         if precision.link_share is not None:
-            self._dial = LinkShare(precision.thresholds, precision.link_share, clock=lambda: self.now)
+            self._dial = LinkShare(
+                precision.thresholds, precision.link_share, HostWaits(lambda: self._waited, lambda: self.now)
+            )
         self._moves = _Moves(self) if policy.residency.migrating is not None else None
         self.tell(trace, attention)
 
@@ -273,7 +275,7 @@ class Simulator:
         if self._moves is not None:
             self._moves.turn()
         if self._dial is not None:
-            self._dial.begin_step(self._waited)
+            self._dial.begin_step(step.phase)
         if self.predictor is not None:
             self.predictor.begin_step(step.phase)
             prefetch = self.policy.prefetch

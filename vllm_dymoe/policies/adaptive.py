@@ -53,7 +53,7 @@ class Adaptive(DynaExq):
     summary: ClassVar[str] = "every expert resident, the hottest at `high`; fetches `high` for large weights"
     default_low: ClassVar[int] = 2
 
-    wait_share: float = Field(default=0.1, ge=0, le=1)
+    wait_share: float = Field(default=0.07, ge=0, le=1)
     """Share of the time that steps may wait for the link: 0 is dynaexq, 1 fetches every missing high version."""
     threshold: NonNegativeFloat | None = None
     """Fixed threshold instead of wait_share: a missing high version is fetched if the expert's share of the step's

@@ -577,7 +577,8 @@ def place_experts(
         return files, place
     lock = CudaPageLock(device) if device.type == "cuda" else None
     try:
-        host_cache = HostCache(files, place.host_cache, lock, timeout, shared if place.pinned else None)
+        shares = shared if place.pinned else None
+        host_cache = HostCache(files, place.host_cache, lock, timeout, shares, fills=place.pinned)
         if place.pinned and asked_for and (refused := host_cache.slots.refused) is not None:
             host_cache.release()
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -55,6 +55,11 @@ class RankServer:
         self._preemptions = Preemptions()
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
+    def use(self, server: ExpertServer) -> None:
+        """Serve with another server, between two steps; the one before is not closed."""
+        self.server = server
+        self._decode = self._decode_steps()
+
     def _decode_steps(self) -> DecodeSteps | None:
         """Return what runs the layers of device-planned steps; None if the host plans."""
         if (small_batches := self.server.small_batches) is None:

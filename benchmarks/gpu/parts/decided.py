@@ -1,7 +1,4 @@
-"""Device-planned steps of a stack.
-
-They are small or large batches, launched or as one graph.
-"""
+"""Device-planned steps of a stack: small or large, launched or as a graph."""
 
 import time
 from collections.abc import Sequence
@@ -27,14 +24,14 @@ def server_of(
 
 
 class DevicePlannedSteps:
-    """Steps of a fixed number of tokens, captured once, or launched each time.
+    """Steps with a fixed number of tokens, captured once or launched each time.
 
     Args:
-        stack: gates.
-        server: with device-side planning.
-        tokens: of a step.
+        stack: model with gates.
+        server: a server with device-side planning.
+        tokens: number of tokens of a step.
         launched: launch each step, instead of replaying a graph.
-        large: as a large-batch step.
+        large: run large-batch steps.
     """
 
     def __init__(
@@ -45,12 +42,12 @@ class DevicePlannedSteps:
         self._stack, self._server, self._path = stack, server, server.small_batches
         self._x = stack.inputs(tokens, 0)
         self._seen: list[Seen] = []
-        self._path.tell(0)  # the step before a capture, and on a host the capture itself, must not change anything
+        self._path.tell(0)  # the step before a capture must not change anything; on a host, nor must the capture
         self._replay = self._launch if launched else captured(self._launch).replay
         self._path.tell(tokens)
 
     def step(self, x: Tensor) -> list[Seen]:
-        """Replay a step; what is seen stays in place, and the next step overwrites it."""
+        """Replay a step; the next one overwrites the results in place."""
         self._x.copy_(x)
         self._replay()
         return self._seen
@@ -71,7 +68,7 @@ class DevicePlannedSteps:
     ) -> tuple[float, float, ServerStats]:  # fmt: skip
         """Run steps and measure them.
 
-        The bound is memory's and the link's, for misses; with ``ahead`` also for what prefetch has brought in time.
+        The bound is that of memory, and of the link for misses; with ``ahead`` also for what prefetch brought in time.
 
         Returns:
             the seconds of a layer, their bound, and the server's statistics of these steps.

@@ -1,7 +1,7 @@
-"""Checks decode on tensor cores on this card, and measures how much it gains.
+"""Checks decode on tensor cores on this card, and measures what it gains.
 
 It is compared with decode without tensor cores, alone and in whole steps. This is the first part of fifteen minutes on
-a card: what is worth most comes first, and every line is kept if time runs out.
+a card: the most important results come first, and every line is kept if time runs out.
 """
 
 import os
@@ -56,7 +56,7 @@ PROFILED = "mma_gate_up_kernel", "mma_down_kernel", "mma_grouped_gate_up_kernel"
 
 
 class Card:
-    """Runs launches on the card; see `launched.Host`."""
+    """Runs launches on the card; has the methods of `launched.Host`."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -116,7 +116,7 @@ def check(launch: Launch) -> list[str]:
 
 
 def check_alone(launch: Launch) -> list[str]:
-    """Return where the first token has other bits beside others than alone."""
+    """Return where the first token's bits differ between alone and together."""
     alone, wrong = ran(launch, Card()).out[0], []
     for tokens, most in BESIDE:
         beside = ran(replace(launch, tokens=tokens, tensor_cores=most), Card()).out[0]
@@ -134,7 +134,7 @@ def _compile(layer: Model, precisions: str, decode: Decode) -> None:
 
 
 def _measure_kernels(record: Recorder, machine: Machine) -> None:
-    """Measure decode in each way, few tokens first, and then prompts in each way."""
+    """Measure each variant of decode kernels, few tokens first; then prompts."""
     for count, layer, precisions in product(DECODE_TOKENS, KERNEL_LAYERS, KERNEL_PRECISIONS):
         for decode in _ways():
             with record.check(f"{layer.name}, {precisions} bits, {count} tokens, {decode.name}, could be measured"):
@@ -145,9 +145,9 @@ def _measure_kernels(record: Recorder, machine: Machine) -> None:
 
 
 def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Measure decode steps that the device plans, as one graph.
+    """Measure device-planned decode steps, each as one graph.
 
-    Each way is measured with everything resident, and then with half.
+    Each kernel variant is measured with everything resident, and then with half.
     """
     for budget, decode in product(("100%", "50%"), Decode):
         server = server_of(stack, store, 4, budget, decode=decode)
@@ -167,10 +167,7 @@ def _of(spins: bool) -> str:
 
 @contextmanager
 def _threads(spins: bool) -> Iterator[None]:
-    """Context in which queues get threads that spin, or that sleep.
-
-    It does not matter how many cores there are.
-    """
+    """Give queues threads that spin, or that sleep, whatever the number of cores."""
     before = cpu_worker.SPINNING_CORES
     cpu_worker.SPINNING_CORES = 1 if spins else 1 << 20
     try:
@@ -180,7 +177,7 @@ def _threads(spins: bool) -> Iterator[None]:
 
 
 def profiled(record: Recorder) -> None:
-    """Run some launches of the kernels, for a profiler to look at."""
+    """Run a few launches of the kernels, for the profiler."""
     machine = Machine("", 1.0, 1.0, 1.0)
     for count in (1, 512):
         with record.check(f"{count} tokens could be launched"):
@@ -188,9 +185,9 @@ def profiled(record: Recorder) -> None:
 
 
 def _profile(record: Recorder) -> None:
-    """Record what bounds the kernels, by NVIDIA's profiler.
+    """Record what bounds the kernels, measured by NVIDIA's profiler.
 
-    Nothing is recorded where the profiler is missing or may not read counters.
+    Nothing is recorded if the profiler is missing or may not read counters.
     """
     program = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if program is None:

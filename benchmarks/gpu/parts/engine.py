@@ -1,9 +1,9 @@
-"""vLLM itself, if installed: compares answers with and without CUDA graphs.
+"""Compares vLLM's answers with and without CUDA graphs, if vLLM is installed.
 
-They have to be the same with graphs and without, and at both budgets. All engines compile the same code, and the first
-batches have exactly the sizes for which graphs are captured: without padding and other compilations there is no reason
-for a single bit to differ. Later a batch fills a graph only partly, and a prompt arrives while others decode; these
-are compared between budgets.
+Answers have to be the same with graphs and without, and at both budgets. All engines compile the same code, and the
+first batches have exactly the sizes for which graphs are captured, so there is no padding, and no reason for a single
+bit to differ. Later a batch fills a graph only partly, and a prompt arrives while others decode; these are compared
+between budgets.
 """
 
 import importlib.util
@@ -40,10 +40,7 @@ nothing.
 
 
 def run(record: Recorder) -> None:
-    """Run every engine in its own process, concurrently.
-
-    Most of their time is spent compiling.
-    """
+    """Run every engine in its own process, concurrently, because they mostly compile."""
     if importlib.util.find_spec("vllm") is None:
         record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
         return
@@ -70,7 +67,7 @@ def run(record: Recorder) -> None:
 
 @contextmanager
 def started(**settings: Any) -> Iterator[Any]:
-    """Context with vLLM's engine in this process.
+    """Run vLLM's engine in this process.
 
     It finds the package of a checkout; its stores last as long as the context.
     """
@@ -88,7 +85,7 @@ def started(**settings: Any) -> Iterator[Any]:
 
 
 def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return one engine's greedy tokens and their log-probabilities, at both budgets."""
+    """Return an engine's greedy tokens and their log-probabilities, at both budgets."""
     from vllm import SamplingParams
 
     graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, BATCH]}
@@ -114,7 +111,7 @@ def ask(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]:
-    """Return answers to requests, the last of which comes late.
+    """Return answers to requests, the last of which arrives late.
 
     Its prompt is read while the others decode.
     """
@@ -130,7 +127,7 @@ def _one_comes_late(engine: Any, prompts: list[str], sampling: Any) -> list[Any]
 
 
 def _differences(ours: list[Any], theirs: list[Any], name: str) -> list[str]:
-    """Return as sentences where tokens or their log-probabilities differ first."""
+    """Return as sentences where tokens or log-probabilities first differ."""
     wrong = []
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for position, (a, b) in enumerate(zip(one, other, strict=True)):

@@ -1,7 +1,4 @@
-"""Checks device-planned steps that are replayed as a graph.
-
-They have to compute what host-planned steps do.
-"""
+"""Checks that device-planned steps in a graph compute what the host's do."""
 
 from layers import Model
 from record import Recorder
@@ -17,7 +14,7 @@ STEPS = 12
 
 
 def run(record: Recorder) -> None:
-    """Check small-batch steps, then large ones in both forms."""
+    """Check small-batch steps, then large ones, launched and as a graph."""
     store = pinned_store(MODEL, BITS)
     for budget in ("100%", "50%", "minimum"):
         name = f"decode steps that the device plans at {budget}"

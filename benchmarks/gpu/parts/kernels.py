@@ -51,7 +51,7 @@ DECODE_CASES = (
 
 
 def run(record: Recorder) -> None:
-    """Compile concurrently, which takes longer than computing."""
+    """Compile all variants concurrently, since compiling takes longest; then check."""
     pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 8), get_context("spawn"))
     with pool, record.check("every variant agrees with float64, repeats its bits, and fetches true bytes") as wrong:
         found = [pool.submit(check_forward, *case, bits) for case in FORWARD_CASES for bits in BITS]
@@ -91,7 +91,7 @@ def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequen
         if not error < TOLERANCE[dtype]:
             wrong.append(f"forward {shape} {activation} expert {expert}: relative error {error:.2g}")
     again = torch.full_like(out, float("nan"))
-    for part in work:  # one at a time: the same bits
+    for part in work:  # computed one at a time, experts have the same bits
         compute_experts(kernel, x.to(DEVICE), [part], again, activation)
     if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
         wrong.append(f"forward {shape}: experts one at a time give different bits than together")
@@ -99,9 +99,9 @@ def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequen
 
 
 def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]) -> list[str]:
-    """Check the weighted sum and fetching through.
+    """Check the weighted sum, and fetching from pinned memory.
 
-    The sum is split, in one launch, and repeated; experts are fetched through from pinned memory.
+    The sum is split in one launch, and runs are repeated.
     """
     wrong = []
     hidden_size, intermediate = DECODED

@@ -11,7 +11,7 @@ from record import Recorder
 
 
 def run(record: Recorder) -> None:
-    """Record card, driver and versions."""
+    """Record the card, the driver and versions of packages."""
     with record.check("torch finds a CUDA device, and it computes") as wrong:
         if not torch.cuda.is_available():
             wrong.append("torch finds no CUDA device here, so there is nothing to check")
@@ -38,7 +38,7 @@ def run(record: Recorder) -> None:
 
 
 def _driver() -> str:
-    """Return the version of the kernel's driver, from its own file."""
+    """Return the version of the kernel's driver, from the driver's own file."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split() if file.is_file() else []
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")

@@ -1,4 +1,4 @@
-"""Large batches with host and device time apart, and policies in decode.
+"""Large batches, with host and device time apart; and decode by policy.
 
 This is the second part of fifteen minutes on a card. Meanwhile vLLM's wheel arrives in pieces (``wheel_parts.py``);
 nothing here needs it.
@@ -54,7 +54,7 @@ def _measure_large(
 ) -> None:
     """Measure the time until a step is enqueued, and until it has ended.
 
-    Both are compared with what link or card need for it.
+    Both are compared with what the link or the card needs.
     """
     ways = {"decode": Decode.TENSOR_CORES, "grouped": Grouped.IN_REGISTERS}
     server = server_of(stack, store, BITS, budget, OfAllLayers, **ways)
@@ -83,7 +83,7 @@ def _measure_large(
 def _measure_policy(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, name: str, policy: Policy, budget: str
 ) -> None:
-    """Measure a decode step of one token as one graph, planned by the device."""
+    """Measure a device-planned decode step of one token, as one graph."""
     server = stack.server(store, BITS, budget=budget, policy=policy, planning="device", decode=Decode.TENSOR_CORES)
     if server.small_batches is None:
         record.say(f"Left out: {name} is not planned on the device, because {server.host_plans_because}.")

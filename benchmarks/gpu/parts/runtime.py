@@ -1,6 +1,6 @@
-"""The server on real streams.
+"""The server on real streams: results are correct, and equal bit for bit.
 
-Neither budget, store, prefetch nor timing changes a bit, and the bits are correct.
+Budget, store, prefetch and timing must not change them.
 """
 
 import tempfile
@@ -15,14 +15,14 @@ from parts.stack import DEVICE, ByNumber, Seen, Stack, file_store, pinned_store,
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.server import ExpertServer
 
-# Sizes that are no multiples of a tile.
+# The sizes are no multiples of a tile's.
 MODEL = Model(layers=4, experts=16, top_k=4, hidden=520, intermediate=328, group=32)
 PRECISIONS = {"4": (4, 0), "4/2": (4, 2), "16": (16, 0)}
 BUDGETS = ("minimum", "25%", "50%", "100%")
 TOKENS = (1, 1, 2, 70, 1, 1, 300, 5, 1, 1, 17, 1)
 """Tokens of each step: decode, of a few requests, and prefill."""
-# bf16 rounds with a relative error of 2^-8: a tile's dequantized weight, the inner activation, the result, the weighted
-# sum.
+# bf16 rounds with a relative error of 2^-8, four times: a tile's dequantized weight, the inner activation, the result,
+# and the weighted sum.
 TOLERANCE = 2e-2
 HELD_BACK = 20_000_000
 """Cycles, about ten milliseconds, for which the card is stalled in each layer while the host runs ahead."""
@@ -33,7 +33,7 @@ BUSY_BYTES = 128 << 20
 def run(record: Recorder) -> None:
     """Run all precisions.
 
-    The file store and the stalled card are checked with two precisions, the case with most risks.
+    The file store and the stalled card are checked with two precisions, the riskiest case.
     """
     stack = Stack(MODEL, exact=True)
     steps = [stack.inputs(tokens, seed) for seed, tokens in enumerate(TOKENS)]
@@ -73,7 +73,7 @@ def _check_files(record: Recorder, stack: Stack, steps: list[Tensor], want: list
 def _check_timing(
     record: Recorder, stack: Stack, store: HostStore, steps: list[Tensor], want: list[Seen], high: int, low: int
 ) -> None:
-    """Check timing: a missing wait shows only if the other side is slow."""
+    """Check timing with one side slowed down: only then a missing wait shows."""
     busy = torch.zeros(BUSY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(BUSY_BYTES, dtype=torch.uint8, device=DEVICE)
     side = torch.cuda.Stream()
@@ -94,7 +94,7 @@ def _check_timing(
 
 
 def compare(stack: Stack, server: ExpertServer, steps: list[Tensor], want: list[Seen], name: str) -> list[str]:
-    """Return differences as sentences, and whether the run tested what it should."""
+    """Return differences as sentences, also if the run did not test what it should."""
     got = _compute(stack, server, steps)
     wrong = [
         f"{name}: {len(one.x)} tokens of layer {one.layer} have other bits"
@@ -108,7 +108,7 @@ def compare(stack: Stack, server: ExpertServer, steps: list[Tensor], want: list[
 
 
 def _compute(stack: Stack, server: ExpertServer, steps: list[Tensor]) -> list[Seen]:
-    """Run all steps as fast as the host can, and read results only at the end."""
+    """Run all steps as fast as the host can; read results only at the end."""
     seen: list[Seen] = []
     for x in steps:
         seen += stack.step(server, x)

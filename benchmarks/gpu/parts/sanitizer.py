@@ -23,7 +23,7 @@ TOKENS = (1, 40, 2)
 
 
 def short(record: Recorder) -> None:
-    """Run a few short steps under a sanitizer.
+    """Run a few short steps, for a sanitizer.
 
     They have both precisions, decode and grouped launches, and transfers into reused slots.
     """
@@ -40,14 +40,14 @@ def short(record: Recorder) -> None:
 
 
 def find() -> str | None:
-    """Return the program, from the path or a CUDA toolkit."""
+    """Return the path of compute-sanitizer, from PATH or a CUDA toolkit."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(home) / "bin") for home in [*homes, "/usr/local/cuda"] if home]
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
 
 
 def run(record: Recorder) -> None:
-    """Compile first, outside of the tools."""
+    """Compile first, without the tools; then run under each."""
     program = find()
     if program is None:
         record.say(

@@ -1,8 +1,8 @@
 """Tokens per second inside vLLM, with Qwen3-30B-A3B's configuration.
 
-The configuration is real; weights are dummies. This is the third part of fifteen minutes on a card. Routers choose
-experts by Zipf's law, so that hits mean something; what the model says means nothing. Engines run one after the other,
-each in a process of its own, in the order of what they are worth: each one's numbers are kept when it has answered.
+The configuration is real; the weights are not, so answers mean nothing. Routers choose experts by Zipf's law, which
+makes hit rates meaningful. This is the third part of fifteen minutes on a card. Engines run one after the other, the
+most important first, each in a process of its own; an engine's numbers are kept as soon as it has answered.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ LIMIT = 75.0
 
 
 def ours(budget: str, misses: str = "auto") -> dict[str, Any]:
-    """Return settings of an engine with the plugin.
+    """Return the settings of an engine with the plugin.
 
     Args:
         budget: share of the experts' bytes.
@@ -66,7 +66,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def run(record: Recorder) -> None:
     """Measure each engine in turn.
 
-    One that does not start or takes too long leaves a sentence.
+    An engine that does not start or takes too long leaves a sentence.
     """
     if importlib.util.find_spec("vllm") is None:
         record.say("Left out: vLLM is not installed here; name a Python that has it, as in make gpu PYTHON=python3.12.")
@@ -78,7 +78,7 @@ def run(record: Recorder) -> None:
                 pool = ProcessPoolExecutor(1, get_context("spawn"))
                 try:
                     found = pool.submit(measure, folder, settings).result(timeout=LIMIT)
-                except Exception as error:  # what an engine raises, or none: the next one is tried
+                except Exception as error:  # whatever an engine raises, the next one is tried
                     record.say(f"{name}: {type(error).__name__} {str(error)[:400]}")
                     for process in list((pool._processes or {}).values()):
                         process.kill()
@@ -125,7 +125,7 @@ def measure(folder: str, settings: dict[str, Any]) -> dict[str, tuple[float, str
             llm.generate(prompts, sampling, use_tqdm=False)
             return time.perf_counter() - before
 
-        generate(REQUESTS[0], PROMPT, ANSWER // 4)  # what is compiled at first use
+        generate(REQUESTS[0], PROMPT, ANSWER // 4)  # compiles what is compiled at first use
         for requests in REQUESTS:
             took = generate(requests, PROMPT, ANSWER)
             found[f"{requests} of {PROMPT}/{ANSWER}"] = requests * ANSWER / took, _remark(llm, settings)
@@ -148,7 +148,7 @@ def skew_routers(worker: Any) -> int:
     """Give every router of an engine's worker the weights of `router_weights`.
 
     Returns:
-        how many routers there are.
+        the number of routers.
     """
     import torch
 
@@ -162,10 +162,10 @@ def skew_routers(worker: Any) -> int:
 
 
 def router_weights(experts: int, hidden: int, top_k: int, generator: Any) -> Any:
-    """Return random weights of a router, [experts, hidden].
+    """Return a router's random weights, [experts, hidden].
 
-    With them normalized inputs choose experts by Zipf's law, in a random order. An expert is among the `top_k` about
-    as often as its logit exceeds 1; its row is as long as the logit deviates.
+    With them, normalized inputs choose experts by Zipf's law, in a random order. An expert is among the `top_k` about
+    as often as its logit exceeds 1; the length of its row is the logit's standard deviation.
     """
     import torch
 

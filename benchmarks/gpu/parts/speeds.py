@@ -1,7 +1,4 @@
-"""How close the kernels and the server come to the card's limits.
-
-These are the limits of its memory and its link.
-"""
+"""How close do the kernels and the server come to the limits of card and link?"""
 
 import time
 from statistics import median
@@ -35,18 +32,18 @@ WARM = 20
 
 
 class OfAllLayers(Exact):
-    """Has as many staging slots as with the whole model.
+    """Has as many staging slots as the whole model would have.
 
-    So a prompt's experts are streamed in groups of eight instead of two.
+    A prompt's experts are then streamed in groups of eight instead of two.
     """
 
     def staging_slots(self, slots: int) -> int:
-        """Staging slots for 48 layers."""
+        """Return the number of staging slots for 48 layers."""
         return min(super().staging_slots(48 // MODEL.layers * slots), slots // 4)
 
 
 def run(record: Recorder) -> None:
-    """Measure selected kernels first, which give the server's bounds.
+    """Measure selected kernels, which give the server's bounds; then the server.
 
     Parts with wrong results are not measured.
     """
@@ -83,7 +80,7 @@ def _same_at_every_budget(record: Recorder, store: HostStore, stack: Stack) -> b
 def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
     """Measure host-planned steps.
 
-    The median time of a layer is compared with the time to move what had to be moved in the same steps.
+    A layer's median time is compared with the time to move the bytes that the same steps had to move.
     """
     cases = [(phase, budget, prefetch) for phase in STEPS for budget in BUDGETS for prefetch in PREFETCH]
     for phase, budget, prefetch in cases:
@@ -106,7 +103,7 @@ def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack:
                 times.append((time.perf_counter() - begin) / MODEL.layers)
             stats, measured = server.stats(), median(times)
             on_card = sum(work_of(MODEL, one.ids.tolist(), (BITS,)).seconds(machine) for one in seen) / len(seen)
-            # Experts that were needed and not kept; prefetch turns some into hits, whose bytes came over the link, too.
+            # Experts needed and not kept. Prefetch turns some into hits, whose bytes have crossed the link, too.
             fetched = (stats.misses + stats.prefetches["useful"]) * server.experts.formats[BITS].nbytes
             bound = max(on_card, fetched / len(seen) / machine.host_bytes_per_second)
             name, remark = f"server, {phase}, {budget}, prefetch {prefetch}, a layer", f"{stats.hit_rate:.0%} hits"
@@ -118,9 +115,9 @@ def _measure_server(record: Recorder, machine: Machine, store: HostStore, stack:
 def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack: Stack, misses: str = "fetch") -> None:
     """Measure device-planned steps.
 
-    A layer's time is compared with the link's and memory's limits. Decode of one token is one graph; a prompt is
-    launched, and streams through the staging slots. Misses computed by the CPU count as if they had been fetched, so a
-    share above 1 is the gain.
+    A layer's time is compared with the limits of link and memory. Decode of one token is one graph; a prompt is
+    launched, and streams through the staging slots. Misses that the CPU executes count as if they had been fetched, so
+    a share above 1 is the gain.
     """
     cases = [(phase, budget) for phase in STEPS for budget in BUDGETS]
     for phase, budget in cases if misses == "fetch" else [("decode", budget) for budget in BUDGETS[:-1]]:
@@ -141,7 +138,7 @@ def _measure_decided(record: Recorder, machine: Machine, store: HostStore, stack
 def measure_cpu_queue(record: Recorder, machine: Machine, store: HostStore, stack: Stack, about: str = "") -> list[str]:
     """Measure the CPU queue.
 
-    It measures both bandwidths, each while the other works, and the way to the host and back without a row to compute.
+    Both bandwidths are measured, each while the other side works, and the round trip to the host without a row.
 
     Returns:
         what is wrong, as sentences.

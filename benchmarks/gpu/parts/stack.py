@@ -1,7 +1,4 @@
-"""A synthetic model of MoE layers.
-
-It has random experts in a store, random gates, and steps through all of its layers.
-"""
+"""A synthetic model: random experts in a store, random gates, and its steps."""
 
 import math
 import tempfile
@@ -39,23 +36,23 @@ PREFETCH: Mapping[str, Policy] = {"none": Exact(look_ahead=0), "next-gate": Exac
 
 @dataclass(frozen=True)
 class NumberPrecision(PrecisionPolicy):
-    """Makes every third expert low."""
+    """Gives every third expert low precision."""
 
     before: Callable[[], None] = lambda: None
     """Called with each plan, after the host has read a layer's routing and before any transfer or launch for it."""
 
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
-        """Return two thirds and one third."""
+        """Return two thirds for high precision, and one third for low."""
         return {Precision.HIGH: [2 / 3] * num_layers, Precision.LOW: [1 / 3] * num_layers}
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
-        """Choose by number alone, so that no budget changes the plan."""
+        """Choose by number alone, so that no budget changes the precisions."""
         self.before()
         return {expert: Precision.LOW if expert % 3 == 0 else Precision.HIGH for expert in routing.active}
 
 
 class ByNumber(Exact):
-    """A policy that chooses precision by an expert's number alone."""
+    """A policy that chooses an expert's precision by its number alone."""
 
     before: Callable[[], None] = lambda: None
 
@@ -96,7 +93,7 @@ class Stack:
     """Gates on the card, and steps through them.
 
     Args:
-        model: sizes.
+        model: sizes of the layers.
         exact: route without torch.mm, whose libraries may sum in another order in a graph or with concurrent streams.
     """
 
@@ -105,7 +102,7 @@ class Stack:
         self._exact = exact
         generator = torch.Generator().manual_seed(1)
         size = model.layers, model.experts, model.hidden
-        # Adjacent gates have something in common, as in real models, so that one predicts the next.
+        # Adjacent gates are similar, as in real models, so that one predicts the next.
         common = torch.randn(size[1:], generator=generator)
         gates = (common + torch.randn(size, generator=generator)) * model.hidden**-0.5
         self._gates = gates.to(DTYPE).to(DEVICE)
@@ -170,7 +167,7 @@ class Stack:
         return seen
 
     def reference(self, store: HostStore, seen: Seen, bits: Mapping[int, int]) -> Tensor:
-        """Return the correct result of a layer, with experts of these bits.
+        """Return a layer's correct result, with experts of these bit-widths.
 
         It is computed in float64 on the host.
         """
@@ -187,19 +184,19 @@ class Stack:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Return rows of the length that a model's normalisation gives them."""
+    """Return the rows with the length that a model's normalisation gives them."""
     return (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference relative to that of the correct result.
+    """Return the difference's norm, relative to that of the correct result.
 
-    Infinite for NaN.
+    It is infinite for NaN.
     """
     error = float((got.cpu().double() - want).norm() / want.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal bit for bit, NaNs included."""
+    """Return whether tensors are equal bit for bit, including NaNs."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))

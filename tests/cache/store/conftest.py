@@ -14,5 +14,5 @@ def store(tmp_path):
 
 @pytest.fixture(autouse=True)
 def own_runtime_folder(tmp_path_factory, monkeypatch):
-    """The folder in which replicated ranks keep their sockets."""
+    """Use a socket folder of this test's own for ranks that share a copy."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

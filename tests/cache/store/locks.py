@@ -4,7 +4,7 @@ from vllm_dymoe.cache.pages import whole_pages
 
 
 class RecordedLock:
-    """Pins nothing, and can be told to fail in its n-th call.
+    """A page lock that pins nothing, and that can fail in its n-th call.
 
     Records its calls in order, and the pinned bytes by address. ``node`` is computed as by the real lock.
     """

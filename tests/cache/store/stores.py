@@ -25,7 +25,10 @@ def write(folder, experts=None):
 
 
 def as_older(folder, experts, version):
-    """Write a store in an old format: without digests of its shards and, for version 5, without aligned slices."""
+    """Write a store in an older format and open it.
+
+    It has no digests of its shards and, with version 5, no aligned slices.
+    """
     alignment = 1 if version == 5 else BLOCK
     writer = StoreWriter(folder, Manifest(experts, "rtn", "a model", alignment=alignment))
     packer = ExpertPacker(experts, QUANTIZERS["rtn"], writer)

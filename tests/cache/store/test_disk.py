@@ -1,4 +1,4 @@
-"""The ways to read a store's files: all return the same bytes, and the best available one is chosen."""
+"""All ways to read a store's files return the same bytes; the fastest is chosen."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_an_emulated_disk_is_as_slow_as_it_is_told(store):
 
 def test_a_disk_is_measured_at_the_first_starts_the_best_is_kept_and_what_was_kept_is_checked(store, monkeypatch):
     found = store.rates()
-    for measured, rate in ((2, 1e15), (3, 1.0)):  # first idle, then busy
+    for measured, rate in ((2, 1e15), (3, 1.0)):  # the disk is first idle, then busy
         direct = dict.fromkeys(found.direct, rate)
         monkeypatch.setattr("vllm_dymoe.cache.store.files.measure_rates", lambda *_: DiskRates(direct, rate, rate))  # noqa: B023
         assert store.rates() == DiskRates(dict.fromkeys(found.direct, 1e15), 1e15, 1e15, measured)
@@ -178,17 +178,17 @@ def test_the_disk_of_a_folder_is_told_by_its_mount(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", [Reading(direct=True, depth=2), Reading(), Reading(drops=True)])
 def test_bits_that_flip_after_the_first_read_are_noticed_when_the_disk_is_read(store, way):
-    """Write to the file and restore its times, so that the file system shows as little as possible of it."""
+    """The checksum notices a change that the file's times do not show."""
     key = SliceKey(1, 3, 4)
     store.reading = way
     read(store, key)
     flip(store, key)
-    # Another process would not report the change.
+    # Renew the stamp of the file, because bits that flip on the disk do not change its times.
     store._stamps[key.layer] = type(store._stamps[0]).of(store._layers[key.layer].file)
     os.posix_fadvise(store._layers[key.layer].file, 0, 0, os.POSIX_FADV_DONTNEED)
     if cached(store, key):
         pytest.skip("this file system is in memory")
-    with pytest.raises(DamagedStoreError, match="projection of expert 3 at 4 bits does not match its checksum"):
+    with pytest.raises(DamagedStoreError, match=r"expert 3 .* checksum"):
         read(store, key)
 
 
@@ -197,7 +197,7 @@ def test_a_file_that_is_written_to_is_noticed_even_in_the_page_cache(store):
     read(store, key)
     times = os.stat(store.folder / file_name(2))
     flip(store, key)
-    os.utime(store.folder / file_name(2), ns=(times.st_atime_ns, times.st_mtime_ns))  # as rsync, or a thief
+    os.utime(store.folder / file_name(2), ns=(times.st_atime_ns, times.st_mtime_ns))  # like rsync, or an attacker
     with pytest.raises(DamagedStoreError):
         read(store, key)
 
@@ -284,7 +284,7 @@ def test_a_store_that_goes_away_is_a_sentence_or_is_still_read(store):
     os.ftruncate(os.open(f"/proc/self/fd/{store._layers[0].file}", os.O_RDWR), 4096)
     for way in (Reading(), Reading(direct=True)):
         store.reading = way
-        with pytest.raises(StoreError, match="the file was truncated"):
+        with pytest.raises(StoreError, match="truncated"):
             read(store, SliceKey(0, 2, 4))
 
 
@@ -309,7 +309,10 @@ def test_a_process_that_is_killed_while_memory_fills_leaves_the_store_as_it_was(
 
 
 def test_a_disk_that_wants_one_read_at_a_time_does_not_wait_for_checksums(tmp_path, monkeypatch):
-    """Another thread reads the next expert while one is being checked; two threads never read at once."""
+    """While one expert is checked, another thread reads the next.
+
+    Two threads never read at once.
+    """
     store = write(tmp_path / "store")
     store.reading = Reading(direct=True, depth=1)
     if not store._direct:

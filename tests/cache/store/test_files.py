@@ -1,4 +1,4 @@
-"""Reading a store from its files returns the bytes that were written, or raises a clear error."""
+"""Reading a store returns the bytes that were written, or raises a clear error."""
 
 import contextlib
 import errno
@@ -41,7 +41,7 @@ def test_a_projection_that_was_not_read_is_not_taken_for_checked(tmp_path):
         file.seek(store._begin(key) + fmt.sections[2].start)
         file.write(b"\xff\xff\xff")
     store.read_into(key, torch.empty(fmt.sections[1].stop, dtype=torch.uint8), range(2))
-    with pytest.raises(StoreError, match="the down projection of expert 1 at 4 bits"):
+    with pytest.raises(StoreError, match="down projection of expert 1"):
         read(store, key)
     store.close()
 
@@ -66,21 +66,21 @@ def test_a_pipeline_stage_opens_its_own_layers_only(store, memory_store):
 
 
 def test_layers_that_a_store_does_not_have_are_named(store):
-    with pytest.raises(StoreError, match=r"for the layers \[1, 2\], but \[2, 3\] are needed"):
+    with pytest.raises(StoreError, match=r"\[1, 2\], but \[2, 3\]"):
         FileStore(store.folder, (2, 3))
 
 
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes, but its header .* truncated"),
-        (lambda path: path.unlink(), r"00001\.safetensors of the expert store is missing"),
+        (lambda path: os.truncate(path, 5000), r"00001\.safetensors has 5000 bytes"),
+        (lambda path: path.unlink(), r"00001\.safetensors .* missing"),
         (lambda path: path.write_bytes(b"\xff" * 100_000), "is not a safetensors file"),
         (lambda path: (path.parent / MANIFEST).unlink(), "holds no expert store"),
         (lambda path: (path.parent / MANIFEST).write_text("{"), "is not a manifest"),
         (lambda path: (path.parent / MANIFEST).write_text("[]"), "is not a manifest"),
         (lambda path: (path.parent / MANIFEST).write_text('{"version": 5}'), "is not a manifest"),
-        (lambda path: (path.parent / MANIFEST).write_text('{"version": 99}'), "has store version 99, but this .* 5"),
+        (lambda path: (path.parent / MANIFEST).write_text('{"version": 99}'), "store version 99"),
     ],
 )
 def test_damage_is_named_when_a_store_is_opened(store, spoil, sentence):
@@ -90,7 +90,7 @@ def test_damage_is_named_when_a_store_is_opened(store, spoil, sentence):
 
 
 def manifests():
-    """Experts of every kind of format."""
+    """Yield experts of every kind of format."""
     plain = make_experts()
     for changes in ({}, {"integer_zeros": True}, {"act_order": True}):
         yield replace(plain, formats={**plain.formats, 4: replace(plain.formats[4], **changes)})

@@ -1,4 +1,4 @@
-"""Fail every system call and allocation of the store once: a clear error, a good store, and nothing left behind.
+"""Fail every system call and allocation of a store once.
 
 ``STEPS`` are what a start does with a store. Each step runs once to count its calls, and then once per call with that
 call failing. A start may raise only a StoreError; a store that was good before keeps the same files; and no temporary
@@ -72,7 +72,7 @@ def measure(folder):
 
 
 def share(folder):
-    """One rank fills the shared copy, and another one maps it."""
+    """Let one rank fill the shared copy, and another one map it."""
     with contextlib.ExitStack() as ranks:
         for _ in range(2):
             files = FileStore(folder)
@@ -83,7 +83,7 @@ def share(folder):
 
 
 def write_again(folder):
-    """Another process publishes first, and its store stays."""
+    """Write a store that another process published first; the other store stays."""
     write_one(folder)
 
 
@@ -155,7 +155,7 @@ def check(step, folder, monkeypatch, module, name, number, error):
         "flock",
         "open",
         "close",
-    ):  # failed while removing itself; the next start removes it
+    ):  # if a removal fails, the next start removes what is left
         left = {path.name for path in folder.parent.iterdir()} - {folder.name, f"{folder.name}.lock"}
         assert not left, f"{said}: {left}"
     clean(path for path in folder.parent.iterdir() if is_temporary(path))
@@ -164,7 +164,7 @@ def check(step, folder, monkeypatch, module, name, number, error):
 
 
 def fail_in_turn(step, folder, monkeypatch, module, name, errors):
-    """Fail each call of one kind in a run of its own, and return the number of runs that failed."""
+    """Fail each call of one kind in a run of its own; return the number of runs."""
     count = check(step, folder, monkeypatch, module, name, -1, errors[0])
     for number in range(count):
         check(step, folder, monkeypatch, module, name, number, errors[number % len(errors)])

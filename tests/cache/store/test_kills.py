@@ -1,8 +1,8 @@
-"""Kill a first quantization at random points: no bad store remains, and the next start cleans up.
+"""Kill a first quantization at random points; no bad store may remain.
 
-Run by hand with ``STORE_KILLS=10000`` and ``--timeout 0``. ``STORE_KILLS_NAMESPACE=1`` gives every writer its own PID
-namespace, where each is process 1 and none sees the others, as in containers (needs ``unshare`` and the right to use
-it).
+The next start cleans up. Run by hand with ``STORE_KILLS=10000`` and ``--timeout 0``. ``STORE_KILLS_NAMESPACE=1`` gives
+every writer its own PID namespace, where each is process 1 and none sees the others, as in containers (needs
+``unshare`` and the right to use it).
 """
 
 import os

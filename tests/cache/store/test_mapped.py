@@ -1,4 +1,7 @@
-"""Unreadable pages of mapped files, whoever else handles SIGBUS; each case runs in a process of its own."""
+"""Unreadable pages of mapped files fail only their step.
+
+This holds whoever else handles SIGBUS. Each case runs in a process of its own.
+"""
 
 import mmap
 import signal
@@ -48,7 +51,7 @@ FIRST = "seen = []\nsignal.signal(signal.SIGBUS, lambda *_: seen.append(1))\n" +
 
 
 def ended(program, folder, **environment):
-    """Run a process, and return its exit status and output."""
+    """Run a process to its end; return its exit status, output and errors."""
     command = [sys.executable, "-c", program, str(folder / "store")]
     names = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     found = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=40)

@@ -1,4 +1,7 @@
-"""Stores in host memory: filled from files, pinned, unwound on failure, and refused where memory is short."""
+"""Stores in host memory: filled from files, pinned, or refused where it is short.
+
+If filling or pinning fails, nothing stays pinned.
+"""
 
 import gc
 import mmap
@@ -132,7 +135,7 @@ def test_experts_live_where_there_is_room_and_the_reason_is_said(asked, availabl
     place = choose(asked, available=available, device=device)
     assert place.pinned == pinned
     assert place.reason == "" if reason is None else reason in place.reason
-    with pytest.raises(StoreError, match=r'use host_store = "file"\.$'):
+    with pytest.raises(StoreError, match='host_store = "file"'):
         choose("pinned", available=GIB)
 
 
@@ -157,7 +160,7 @@ def test_what_does_not_fit_is_held_in_part(asked, room, pinned, host_cache):
 
 
 def test_more_than_there_is_is_refused_and_too_little_is_no_level():
-    with pytest.raises(StoreError, match=f"host_memory is {9 * GIB} bytes on each of 2 ranks, but {8 * GIB} are"):
+    with pytest.raises(StoreError, match=f"{9 * GIB} bytes .* {8 * GIB}"):
         choose(wanted=ExpertBudget(bytes=9 * GIB), available=16 * GIB, ranks=2)
     assert choose(wanted=ExpertBudget(bytes=smallest_host_cache(LARGE))).host_cache
     assert not choose(wanted=ExpertBudget(bytes=smallest_host_cache(LARGE) - 1)).host_cache

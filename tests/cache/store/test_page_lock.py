@@ -1,4 +1,4 @@
-"""Pinned memory: what is pinned, in which order it is unpinned, and the calls the device receives."""
+"""Pinned memory: what is pinned, in which order, and by which calls to the device."""
 
 import gc
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ class Cuda:
         properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: server)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(torch.cuda, "device", torch.device)  # which can be used as a context manager, too
+        monkeypatch.setattr(torch.cuda, "device", torch.device)  # also a context manager
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize",)))
         real = torch.ones
         monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: self.calls.append(("launch",)) or real(*shape))
@@ -99,7 +99,7 @@ def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
 
 
 def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
-    """The driver keeps its last error until the next launch, so the lock itself launches something to clear it."""
+    """CUDA keeps its last error until the next launch, so the lock launches a kernel."""
     cuda = Cuda(monkeypatch, Server(code=2))
     assert cuda.lock.lock(4096, 8192) == "CUDA error 2: error 2 in words"
     assert cuda.calls[-1] == ("launch",)

@@ -1,4 +1,7 @@
-"""Ranks of one machine share one copy of their experts, as the kernel counts it; it goes with the last rank."""
+"""Ranks of one machine share one copy of their experts.
+
+The kernel's accounting shows that there is one copy, which ends with the last rank.
+"""
 
 import contextlib
 import fcntl
@@ -23,7 +26,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's fil
 
 
 def runtime_folder():
-    """The folder of the sockets."""
+    """Return the folder of the sockets."""
     return Path(os.environ["XDG_RUNTIME_DIR"]) / f"vllm-dymoe-{os.geteuid()}"
 
 
@@ -40,7 +43,10 @@ def digest(store, packed):
 
 
 def pss():
-    """Shared expert bytes of this process; memory shared with other processes counts as a fraction."""
+    """Return this process's share of the shared bytes of experts (PSS).
+
+    The kernel counts memory that n processes map as 1/n for each of them.
+    """
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.split()[0][-1] != ":":
@@ -136,7 +142,7 @@ def folder(tmp_path):
 
 
 def make_memfd(folder, *, seals=0, content=b"", owner=-1):
-    """A file with the name and the size of a copy of the experts."""
+    """Make a file with the name and the size of a copy of the experts."""
     shared = SharedMemory(folder, Turn(folder))
     file = os.memfd_create(shared._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, whole_host_cache(EXPERTS))
@@ -148,7 +154,7 @@ def make_memfd(folder, *, seals=0, content=b"", owner=-1):
 
 @contextlib.contextmanager
 def offered(folder, **how):
-    """A copy that another process of this user offers, with other content."""
+    """Offer a copy with other content, as another process of this user could."""
     name, file = make_memfd(folder, **how)
     offer = Offer(name, file)
     yield name
@@ -171,7 +177,7 @@ def is_found(folder):
 
 
 def test_a_copy_is_taken_from_the_private_folder_and_from_nowhere_else(folder):
-    """A file with the same name, seals and bytes is not trusted: any process could make one."""
+    """Any process could make a file with the same name, seals and bytes."""
     seals, content = sealed_and_content(folder)
     _, file = make_memfd(folder, seals=seals, content=content)
     assert not is_found(folder)
@@ -182,7 +188,7 @@ def test_a_copy_is_taken_from_the_private_folder_and_from_nowhere_else(folder):
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK])
 def test_a_copy_that_is_not_complete_is_not_taken(folder, seals):
-    """A file that can be truncated is not trusted either: its readers would end with SIGBUS."""
+    """If a file can be truncated, its readers may end with SIGBUS."""
     with offered(folder, seals=seals):
         assert not is_found(folder)
 
@@ -195,7 +201,10 @@ def test_a_copy_of_another_user_is_not_taken(folder):
 
 
 def offer_and_ask(sockets, planted, file, pipe):
-    """Offer a copy to one process; when told to, ask every other socket for one and report what arrives."""
+    """Offer a copy to one process; then ask every other socket for one.
+
+    The second part waits for a message in ``pipe``, and sends there what was received.
+    """
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{sockets}/{planted}")
         listening.listen()
@@ -215,7 +224,7 @@ def offer_and_ask(sockets, planted, file, pipe):
 
 @as_root
 def test_another_user_neither_offers_a_copy_nor_gets_one(folder):
-    """This holds even where other users could enter the folder, which its mode normally prevents."""
+    """This holds even if the folder's mode lets other users in."""
     seals, content = sealed_and_content(folder)
     name, file = make_memfd(folder, seals=seals, content=content)
     sockets = runtime_folder()

@@ -1,4 +1,4 @@
-"""One suite for all transfer engines; the CUDA engine joins in where there is a device."""
+"""One suite for all transfer engines, and for CUDA's where there is a device."""
 
 import itertools
 import threading
@@ -105,7 +105,7 @@ def test_many_transfers_of_all_reasons_arrive_once(harness, memory_store):
 
 
 def test_bytes_count_for_the_reason_that_moved_them(memory_store):
-    """A packed expert: two projections were prefetched, and the third was fetched on demand."""
+    """Two projections were prefetched, and the third was fetched on demand."""
     engine = TransferEngine(CpuDelivery(memory_store), threads=1)
     key = SliceKey(0, 1, 4)
     gate, up, down = (section.stop - section.start for section in memory_store.experts.formats[4].sections)
@@ -218,7 +218,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
 
 
 def test_every_thread_first_enters_its_device():
-    """A new thread starts with the first device selected, which may belong to another rank."""
+    """A new thread starts with the first device, which may belong to another rank."""
     entered = []
     engine = TransferEngine(
         CpuDelivery(make_store(make_experts())),

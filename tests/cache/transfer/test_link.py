@@ -1,4 +1,4 @@
-"""The emulated link: no byte arrives early, transfers queue up, and the core stays free meanwhile."""
+"""The emulated link: no byte is early, transfers queue up, the core stays free."""
 
 import threading
 import time
@@ -60,7 +60,8 @@ def test_the_link_goes_on_without_a_waiting_thread_and_takes_no_core():
     tickets = [submit(engine, expert) for expert in range(3)]
     assert becomes(lambda: all(ticket.state is State.DONE for ticket in tickets))
     assert time.perf_counter() - begin >= 3 * SECONDS
-    # Three copies of a few KiB, nine sleeps and this test's own polling; a spinning wait would use all the time.
+    # The bound leaves time for three copies of a few KiB, nine sleeps and this test's own polling. A thread that spins
+    # while it waits would use all the time.
     assert time.process_time() - before < 0.5 * (time.perf_counter() - begin)
     engine.close()
 
@@ -84,7 +85,7 @@ def test_demand_overtakes_a_prefetch_at_the_next_projection():
 
 
 def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
-    """A thread that comes late finds on the link what would have arrived by then."""
+    """Bytes arrive when they would have arrived if the thread had come in time."""
     link = EmulatedLink(CpuDelivery(STORE), bytes_per_second=NBYTES)
     ready = time.perf_counter() - 100
     for _ in range(3):
@@ -95,7 +96,7 @@ def test_the_link_begins_when_it_is_free_whenever_its_thread_comes():
 
 
 def test_a_waiting_thread_leaves_the_link_to_the_links_thread():
-    """Two movers of bytes would change the order of demanded fetches."""
+    """If two threads moved bytes, they would change the order of demanded fetches."""
     engine, threads = link(seconds=0.001), set()
     deliver = engine._delivery.deliver
     engine._delivery.deliver = lambda *args, **named: (
@@ -111,5 +112,5 @@ def test_a_waiting_thread_leaves_the_link_to_the_links_thread():
 
 
 def test_a_device_with_a_link_of_its_own_is_not_emulated():
-    with pytest.raises(ValueError, match="link_gbps emulates a link on a CPU"):
+    with pytest.raises(ValueError, match="link_gbps"):
         make_engine(STORE, torch.device("cuda"), NBYTES, link_gbps=1.0)

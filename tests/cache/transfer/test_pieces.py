@@ -1,4 +1,4 @@
-"""Computation waits only for the copies of the projections that it is about to read."""
+"""Computation waits only for copies of projections that it is about to read."""
 
 import threading
 
@@ -53,7 +53,10 @@ class Device:
 
 @pytest.mark.parametrize("kind", ["pinned", "staged"])
 def test_gate_and_up_do_not_wait_for_the_copy_of_down(memory_store, kind):
-    """From pinned memory both copies are enqueued at once; from a file, gate and up are copied before down is read."""
+    """From pinned memory both copies are enqueued at once.
+
+    From a file, gate and up are copied before down is read.
+    """
     device = Device(kind, memory_store)
     ticket = device.engine.submit(KEY, device.slot, Reason.DEMAND)
     assert (device.streams.copies, device.streams.waits) == (2 if kind == "pinned" else 0, 0)

@@ -1,4 +1,4 @@
-"""Which transfer may begin: the queue alone, without bytes and threads."""
+"""Which transfer may begin: the queue alone, without bytes or threads."""
 
 import threading
 
@@ -18,7 +18,7 @@ def submit(queue, reason, wanted=ALL, at_once=ALL):
 
 
 def take_all(queue):
-    """Run the queue as one thread would; lists (ticket, projections) in order."""
+    """Run the queue as one thread would; return (ticket, projections) in order."""
     order = []
     while queue._due():
         ticket, piece = queue.take()

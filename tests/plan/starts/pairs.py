@@ -1,8 +1,9 @@
-"""Eight models on eight machines: what is chosen for each, for the table of docs/serve.md and its test.
+"""Eight models on eight machines, and what the plugin chooses for each.
 
     python -m tests.plan.starts.pairs     # writes chosen.json, in five minutes
 
-The configurations are those that were published, without weights. The machines are described as they would be measured.
+The results are tested, and docs/serve.md shows them in a table. The models' configurations are the published ones,
+without weights; machines are described as a measurement would describe them.
 """
 
 import json
@@ -34,7 +35,7 @@ def planner(machine: str) -> Planner:
 
 
 def chosen(machine: str) -> dict[str, Any]:
-    """What is chosen for a machine's model, as it is committed."""
+    """Choose options for a machine's model; return what is committed."""
     made = planner(machine)
     start = choose(made.machine, made.model, made.asked)
     why = {subject: [what, reason] for subject, what, reason in start.reasons}
@@ -45,7 +46,10 @@ def chosen(machine: str) -> dict[str, Any]:
 
 
 def times_best(machine: str) -> float:
-    """How many times as long as with the best of all candidates whose answers are good enough a decode step takes."""
+    """How many times as long as with the best candidate a decode step takes.
+
+    Only candidates with answers that are good enough count.
+    """
     made = planner(machine)
     *_, planned = made.chosen()
     everything = [one for one in made.candidates(all_of_them=True) if made.good(one[0], one[2].choice)]

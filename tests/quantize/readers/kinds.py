@@ -1,4 +1,4 @@
-"""Every kind of experts that other tools quantize: its quantization_config, random matrices, and their tensors.
+"""Kinds of experts that other tools quantize: configurations, matrices, tensors.
 
 Plain loops pack them after each format's description. Readers and packers are verified against tensors that the
 formats' own tools packed (golden/); then the packers create whole checkpoints.
@@ -17,7 +17,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def random_integers(
     rows, columns, group_size, *, bits=4, symmetric=False, dtype=torch.float16, seed=0, shuffled=False
 ) -> Held:
-    """Random integers whose weights have the size of a linear layer's; ``shuffled`` scatters the groups."""
+    """Return random integers whose weights are as large as a linear layer's.
+
+    ``shuffled`` scatters the columns of each group.
+    """
     generator = torch.Generator().manual_seed(seed)
     group_size = group_size or columns
     groups = -(-columns // group_size)
@@ -34,7 +37,10 @@ def random_integers(
 
 
 def words(numbers, bits):
-    """Pack [n, m] numbers below 2**bits into int32 [n, m * bits / 32], the first in the lowest bits."""
+    """Pack numbers below 2**bits into int32, the first in the lowest bits.
+
+    [n, m] numbers become [n, m * bits / 32].
+    """
     each = 32 // bits
     numbers = numbers.long()
     assert numbers.shape[1] % each == 0
@@ -56,7 +62,7 @@ def awq(matrix):
 
 
 def gptq(matrix, *, version="gptq"):
-    """AutoGPTQ's packing; its first version stores zero points minus one."""
+    """Pack like AutoGPTQ, whose first version stores zero points minus one."""
     stored = (matrix.zero_points.int() - int(version == "gptq")) & 2**matrix.bits - 1
     return {
         "qweight": words(matrix.codes, matrix.bits).t().contiguous(),
@@ -67,7 +73,7 @@ def gptq(matrix, *, version="gptq"):
 
 
 def compressed_tensors(matrix, *, symmetric=True):
-    """pack-quantized of compressed-tensors, which pads the last word."""
+    """Pack like compressed-tensors' pack-quantized, which pads the last word."""
 
     def filled(numbers):
         return torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % (32 // matrix.bits)))
@@ -83,7 +89,7 @@ def compressed_tensors(matrix, *, symmetric=True):
 
 
 def int_quantized(matrix, *, symmetric=True):
-    """Signed bytes of compressed-tensors."""
+    """Pack signed bytes like compressed-tensors' int-quantized."""
     parts = {"weight": (matrix.codes.short() - 128).to(torch.int8), "weight_scale": matrix.scales}
     if not symmetric:
         parts["weight_zero_point"] = (matrix.zero_points.short() - 128).to(torch.int8)
@@ -134,7 +140,10 @@ INTEGERS = {
 
 
 def compressed(fmt, weights, **changes):
-    """A quantization_config of compressed-tensors; as in most checkpoints, activations are quantized, too."""
+    """Return a quantization_config of compressed-tensors.
+
+    Activations are quantized as well, as in most checkpoints.
+    """
     weights = {"type": "float", "symmetric": True} | weights
     activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     if fmt.startswith("nvfp4"):
@@ -194,11 +203,11 @@ _FLOAT_PARTS = {
 
 
 def random_floats(kind, rows, columns, seed=0):
-    """A random matrix whose weights have the size of a linear layer's."""
+    """Return a random matrix whose weights are as large as a linear layer's."""
     generator = torch.Generator().manual_seed(seed)
     book = {"mxfp4": MXFP4, "nvfp4": NVFP4}.get(kind.split("-")[0], FP8)
     codes = torch.randint(0, 1 << book.bits, (rows, columns), generator=generator, dtype=torch.uint8)
-    if book is FP8:  # exponents as frequent as those of real weights; no NaN
+    if book is FP8:  # with exponents as frequent as in real weights, and without NaN
         codes = (torch.randn(rows, columns, generator=generator) * 100).to(torch.float8_e4m3fn).view(torch.uint8)
     row_block = {"fp8-blocks": 128, "fp8-modelopt": rows}.get(kind, 1)
     own = {"fp8": 128 if kind == "fp8-blocks" else columns, "mxfp8": 32}
@@ -242,7 +251,7 @@ def dtype_of(kind: str) -> torch.dtype:
 
 
 def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Held:
-    """Deterministic for a seed."""
+    """Return a random matrix, always the same one for a seed."""
     if kind in INTEGERS:
         return random_integers(rows, columns, 32, seed=seed, **INTEGERS[kind][2])
     return random_floats(kind, rows, columns, seed)

@@ -1,4 +1,4 @@
-"""Rules, groups, targets and exclusions are matched against the names that a checkpoint's experts have."""
+"""How rules, groups, targets and exclusions match the names of experts."""
 
 import pytest
 import torch
@@ -37,7 +37,10 @@ FOUR = STEPS[4]
 
 
 def experts(stem="model.layers.{}.mlp.experts", *, words=("gate_proj", "up_proj", "down_proj"), plain=(), count=8):
-    """The tensors of a quantized model; ``plain`` lists parts of names that stay at 16 bits."""
+    """Return names and dtypes of a quantized model's tensors.
+
+    ``plain`` lists parts of names that stay at 16 bits.
+    """
     modules = [f"{stem.format(n)}.{e}.{word}" for n in range(LAYERS) for e in range(count) for word in words]
     return {
         f"{module}.{part}": dtype
@@ -47,7 +50,7 @@ def experts(stem="model.layers.{}.mlp.experts", *, words=("gate_proj", "up_proj"
 
 
 def read(config, tensors):
-    """The encodings of the model's experts, and of its drafts'."""
+    """Return the encodings of the model's experts and of its drafts'."""
     model, drafts = modules_of(tensors, LAYERS)
     return make_reader(config, model).encoding, make_reader(config, drafts).encoding
 
@@ -175,7 +178,7 @@ def test_a_store_of_one_version_holds_every_layer_in_its_own_format(config, tens
 
 
 def test_gate_and_up_of_two_formats_have_16_bits_where_they_are():
-    """The layer's down projections, and all other layers, keep their codes."""
+    """The layer's down projections and all other layers keep their codes."""
     rule = {"dynamic": {r".*layers\.1\..*gate_proj": {"bits": 8}}}
     reader = make_reader(SYMMETRIC | rule, modules_of(experts(), LAYERS)[0])
     assert reader.mixed

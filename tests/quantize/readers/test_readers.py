@@ -1,8 +1,8 @@
-"""Readers return exactly the codes, zero points and weights that each format's own tool packed.
+"""Readers return exactly what each format's own tool packed.
 
 golden/ holds tensors that autoawq 0.2.9, auto-gptq 0.7.1, compressed-tensors 0.17.0, nvidia-modelopt 0.47.0 and
-transformers packed; for integers the ``codes`` and ``zero_points`` that they packed; and ``weights``, the tool's own
-dequantization of the packed tensors.
+transformers packed. Beside them are ``weights``, the tool's own dequantization, and for integers the ``codes`` and
+``zero_points`` that were packed.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def spelled(reader, tensors):
 
 
 def golden(kind, **changes):
-    """Tensors of a kind, and its reader."""
+    """Return a kind's tensors and its reader."""
     reader = make_reader(TOOLS[kind][0] | changes)
     return spelled(reader, load_file(Path(__file__).parent / "golden" / f"{kind}.safetensors")), reader
 
@@ -106,7 +106,7 @@ def test_the_packer_of_the_tests_packs_as_the_tool_does(kind):
 
 @pytest.mark.parametrize("kind", TOOLS)
 def test_a_rank_has_its_part_of_every_weight(kind):
-    """Also where a rank's boundary splits a block of rows, or columns into whole groups of the store."""
+    """A rank's boundary may split a block of rows, or columns into whole groups."""
     want, reader, matrix = read(kind)
     half, column = matrix.shape[0] // 2, 32 if matrix.encoding is FP8 else 96
     rows, columns = slice(half, 2 * half), slice(None) if reader.act_order else slice(column, column + 96)
@@ -119,7 +119,7 @@ def test_a_rank_has_its_part_of_every_weight(kind):
 
 
 def test_a_default_dtype_rounds_no_factor():
-    """vLLM loads models with bfloat16 as the default dtype."""
+    """The default dtype is bfloat16 while vLLM loads a model."""
     want, reader, matrix = read("nvfp4-modelopt")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -133,7 +133,7 @@ def test_a_default_dtype_rounds_no_factor():
 
 def test_a_boundary_that_cuts_a_group_is_refused():
     _, reader, matrix = read("mxfp4")
-    with pytest.raises(ValueError, match="are not in groups of 32 with one scale"):
+    with pytest.raises(ValueError, match="groups of 32"):
         packed(matrix.part(1, slice(16, 112)), reader)
 
 
@@ -169,14 +169,17 @@ def test_every_variant_of_gptq_gives_its_codes_back(bits, version, symmetric, de
 
 @pytest.mark.parametrize("said", [False, True])
 def test_desc_act_with_static_groups_is_held_exactly(said):
-    """g_idx then has neighbours in one group although desc_act is true; such a checkpoint needs no order."""
+    """With static groups, neighbouring columns share a group in spite of desc_act.
+
+    Such a checkpoint needs no stored column order.
+    """
     matrix, reader = random_integers(32, 256, 64), make_reader(GPTQ | {"static_groups": said})
     assert reader.act_order != said
     check_held(reader.read(gptq(matrix), 32, 256), reader, matrix.dequantize())
 
 
 def decompressed(tensors, weights):
-    """Dequantize tensors with the package itself, which vLLM requires."""
+    """Dequantize tensors with compressed-tensors itself, which vLLM requires."""
     pack = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     described = quantization.QuantizationArgs(type="int", **weights)
@@ -221,20 +224,20 @@ def with_byte(byte):
     [
         ("awq", {}, "qweight", lambda t: t[:-1], r"qweight has shape \[191, 8\], expected \[192, 8\]"),
         ("awq", {}, "qzeros", lambda t: t.float(), r"qzeros is torch\.float32, expected I32"),
-        ("awq", {}, "scales", lambda t: t.int(), r"scales is torch\.int32, expected F16 or BF16 or"),
+        ("awq", {}, "scales", lambda t: t.int(), r"scales is torch\.int32"),
         ("gptq", {}, "qweight", lambda t: t[:-1], r"qweight has shape \[23, 64\], expected \[24, 64\]"),
-        ("gptq", {}, "g_idx", lambda t: t + 1, "g_idx names groups that do not exist: there are 3"),
+        ("gptq", {}, "g_idx", lambda t: t + 1, "groups that do not exist"),
         ("gptq", {"desc_act": False}, "g_idx", lambda t: t, "g_idx reorders columns"),
-        ("gptq", {"static_groups": True}, "g_idx", lambda t: t, "says desc_act false or static_groups true"),
-        ("gptq", {"sym": True}, "qzeros", lambda t: t, "qzeros has zero points other than 8"),
+        ("gptq", {"static_groups": True}, "g_idx", lambda t: t, "static_groups true"),
+        ("gptq", {"sym": True}, "qzeros", lambda t: t, "zero points other than 8"),
         (LAST, {}, "weight_packed", lambda t: t[:-1], r"weight_packed has shape \[43, 24\], expected \[44, 24\]"),
         (LAST, {}, "weight_zero_point", lambda t: t.t(), r"weight_zero_point has shape \[3, 6\], expected \[6, 3\]"),
         (LAST, {}, "weight_shape", lambda t: t + 1, r"weight_shape is \[45, 193\], expected \[44, 192\]"),
         ("mxfp4", {}, "blocks", lambda t: t[:, :5], r"blocks has shape \[44, 5, 16\], expected \[44, 6, 16\]"),
         ("mxfp4", {}, "blocks", lambda t: t.float(), "blocks is torch.float32, expected U8 or I8"),
-        ("mxfp4", {}, "scales", with_byte(255), "some of its scales are NaN or infinite"),
+        ("mxfp4", {}, "scales", with_byte(255), "scales are NaN or infinite"),
         ("mxfp4", {}, "scales", with_byte(254), "too large for a weight"),
-        ("nvfp4-modelopt", {}, "weight_scale", with_byte(0x7F), "some of its scales are NaN or infinite"),
+        ("nvfp4-modelopt", {}, "weight_scale", with_byte(0x7F), "scales are NaN or infinite"),
         (
             "nvfp4-modelopt",
             {},
@@ -244,9 +247,9 @@ def with_byte(byte):
         ),
         ("nvfp4-compressed-tensors", {}, "weight_global_scale", torch.zeros_like, "too large for a weight"),
         ("nvfp4-compressed-tensors", {}, "weight_packed", lambda t: t.t(), r"weight_packed has shape \[96, 44\]"),
-        ("fp8-blocks", {}, "weight", with_byte(0xFF), "some of its weights are NaN"),
+        ("fp8-blocks", {}, "weight", with_byte(0xFF), "weights are NaN"),
         ("fp8-blocks", {}, "weight_scale_inv", lambda t: t[:, :1], r"weight_scale_inv has shape \[1, 1\], expected"),
-        ("fp8-blocks", {}, "weight_scale_inv", lambda t: t * torch.inf, "some of its scales are NaN or infinite"),
+        ("fp8-blocks", {}, "weight_scale_inv", lambda t: t * torch.inf, "scales are NaN or infinite"),
     ],
 )
 def test_tensors_that_are_damaged_or_disagree_are_named(kind, changes, part, change, sentence):
@@ -258,7 +261,10 @@ def test_tensors_that_are_damaged_or_disagree_are_named(kind, changes, part, cha
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("strategy", "group_size"), [("channel", None), ("group", 64), ("tensor", None)])
 def test_signed_bytes_are_what_compressed_tensors_makes_of_them(strategy, group_size, symmetric):
-    """W8A8 checkpoints, whose weights alone are read, against the tool's own dequantization."""
+    """W8A8 weights against the tool's own dequantization.
+
+    The plugin does not quantize activations, so only the weights are read.
+    """
     weights = CHANNEL8 | {"strategy": strategy, "group_size": group_size, "symmetric": symmetric}
     matrix = random_integers(48, 128, group_size, bits=8, symmetric=symmetric, dtype=torch.bfloat16)
     config = pack_quantized(weights, format="int-quantized", input_activations={"num_bits": 8, "dynamic": True})
@@ -266,7 +272,7 @@ def test_signed_bytes_are_what_compressed_tensors_makes_of_them(strategy, group_
     if strategy == "tensor":
         tensors = {part: tensor if part == "weight" else tensor[:1, 0] for part, tensor in tensors.items()}
         if not symmetric:
-            return  # only for activations do vLLM and the tool have one zero point per tensor
+            return  # vLLM and the tool support one zero point per tensor for activations only
     reader = make_reader(config)
     found = reader.read(tensors, 48, 128)
     args = QuantizationArgs(num_bits=8, type="int", strategy=strategy, group_size=group_size, symmetric=symmetric)

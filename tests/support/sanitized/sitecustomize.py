@@ -1,4 +1,4 @@
-"""Makes a process load the native library that ``make sanitize`` built, in place of the package's own.
+"""Load the native library that ``make sanitize`` built, not the package's own.
 
     SANITIZED_LIBRARY=<path> PYTHONPATH=<this folder> python ...
 

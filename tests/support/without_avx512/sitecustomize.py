@@ -1,8 +1,9 @@
-"""Limits a process to AVX2, as on a processor without AVX-512: torch, oneDNN, numba, and vLLM's choice of a build.
+"""Limit a process to AVX2, as on a processor without AVX-512.
 
     PYTHONPATH=<this folder> python ...
 
-Python itself imports this file in every process, child processes included.
+This limits torch, oneDNN, numba, and vLLM's choice of a build. Python itself imports this file in every process, child
+processes included.
 """
 
 import importlib.abc
@@ -19,7 +20,7 @@ for _variable, _folder in (("VLLM_CACHE_ROOT", "vllm"), ("TORCHINDUCTOR_CACHE_DI
 
 
 class _TorchCpu(importlib.abc.MetaPathFinder):
-    """Says no when torch.cpu is asked for an instruction set above AVX2."""
+    """Make torch.cpu report that the CPU has no instruction set above AVX2."""
 
     def find_spec(self, name, path, target=None):
         if name != "torch.cpu":

@@ -128,7 +128,7 @@ gpu: ## check and measure this GPU (10 minutes; PYTHON=one with torch and triton
 bench-gpu: ## measure the Triton kernels on a GPU (PYTHON=one with torch and triton; installs nothing)
 	$(PYTHON) benchmarks/gpu/gpu.py --parts kernels layers
 
-kernels-table: setup ## compile the Triton kernels for three architectures, without a GPU (an hour; resumes)
+kernels-table: setup ## compile the Triton kernels for five architectures, without a GPU (an hour; resumes)
 	$(BIN)/python benchmarks/gpu/compile_table.py --jobs 2
 
 clean: ## remove .venv and everything generated

@@ -180,8 +180,8 @@ class Ask(IntEnum):
 
     EXPERT = 0
     CODE = 1  # the version that is computed, LOW or HIGH
-    NEEDS = 2  # and the next: 1 if the version, or its base slice, is missing; if its residual slice is
-    ADDRESS = 4  # and the next: where they are in memory, written by whoever answers; 0 if they could not be read
+    NEEDS = 2  # and 3, for the version or its base slice, and for its residual slice: 1 if it is missing
+    ADDRESS = 4  # and 5, for the same two: address in memory, written with the answer; 0 if it could not be read
 
 
 def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> None:
@@ -200,11 +200,11 @@ def ask_plain(queue: QueueMemory, turn: Tensor, layer: int, plan: LayerPlan) -> 
 
 
 def take_plain(queue: QueueMemory, turn: Tensor, table: Table, layer: int, plan: LayerPlan) -> None:
-    """Wait for the answer to what the layer has asked for.
+    """Wait for the experts that :func:`ask_plain` has asked for.
 
-    Experts are read from there: ``Table.source`` and the plan's addresses are rewritten. An expert that could not be
-    read gets the address of some slot, is not kept, and is recorded in ``Table.unread``. The step fails when it has
-    run.
+    Their addresses are written into ``Table.source`` and the plan. An expert that could not be read gets the address of
+    any slot, so that the step can run, is not kept, and is recorded in ``Table.unread``, so that the step fails at its
+    end.
     """
     number = int(turn[1])
     if not number:

@@ -28,7 +28,7 @@ class Linear:
     def __init__(self, packed: PackedMatrix) -> None:
         library = native.load()
         if library is None:
-            raise RuntimeError("there is no native library; install vllm-dymoe again with a C++ compiler")
+            raise RuntimeError("the native library was not built; install a C++ compiler, then vllm-dymoe again")
         self._library, self._packed, fmt = library, packed, packed.format
         self._matrices = (native.Matrix * 3)(*3 * [native.matrix(fmt)])
         self._width = -(-max(fmt.padded_columns, fmt.columns) // 256) * 256

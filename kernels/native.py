@@ -177,7 +177,7 @@ class Library:
         self.post, self.wait, self.give_up = library.dymoe_post, library.dymoe_await, library.dymoe_give_up
         self.give_up.argtypes, self.give_up.restype = [c_void_p], c_int64
         self.wait.argtypes = self.post.argtypes = [c_void_p, c_int64]
-        # The same for whoever answers: wait until a number is posted, 0 if the queue is stopped before; answer it.
+        # For the thread that answers: wait until a number is posted (0 if the queue is stopped first), and answer it.
         self.wait_posted, self.answered = library.dymoe_await_posted, library.dymoe_answered
         self.wait_posted.argtypes = self.answered.argtypes = [c_void_p, c_int64]
         self.answered.restype = None

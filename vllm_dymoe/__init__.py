@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_dymoe.vllm_plugin.offline import calibrate, record_trace, summary
 
-# A clone that is the working directory hides an installed package, and its kernels/ lies beside this folder.
+# A clone that is the working directory hides an installed package; its kernels/ is next to this folder.
 _CLONE = Path(__file__).parents[1]
 if (_CLONE / "kernels" / "native.py").is_file():
     __path__.append(str(_CLONE))

@@ -6,7 +6,7 @@ For each claim the page has the paper's number, ours, and the verdict.
 # ruff: noqa: E501 (sentences of the page)
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,21 @@ _HEAD = """# Four papers, side by side
 
     make bench-papers                          # or: python benchmarks/papers/papers.py duoserve
 
-One simulator of schedules ([simulator.py](../../vllm_dymoe/plan/simulator.py)) serves routings of the shipped model, recorded on 12 prompts of
-three domains (32 to 400 tokens, 24 tokens of each answer), with the real planner, policies and predictors. Sizes of experts are those of
-the papers' models, rates those of their devices' data sheets, and the host's work is charged as it was measured
-([costs.json](../../vllm_dymoe/plan/costs.json)). Times are of the trace's eight layers; what compares is ratios. Where a paper measured, it measured its own host:
-rows with *no host* say what link and kernels alone give. ± is the spread over prompts. Two rows are bounds: *an oracle* knows what the next
-router will choose, and with *everything resident* nothing moves. The papers' presets are what users get as
-`"dymoe-paper"`, `"duoserve-paper"`, `"firm-paper"` and `"dynaexq-paper"`.
+Times are simulated if nothing else is said; none is from a GPU. The simulator ([simulator.py](../../vllm_dymoe/plan/simulator.py)) runs the real planner, policies
+and predictors on recorded routing, and charges time for copies, kernels and the host:
 
-The routers are a small model's (32 experts, 4 for each token). Where a claim depends on routers (hits, predictions, quality), not
-reproducing it here does not refute it for Mixtral or Qwen3.
+| what | from |
+| --- | --- |
+| routing | the small model (32 experts, 4 for each token), recorded on 12 prompts of three domains: 32 to 400 tokens, 24 tokens of each answer |
+| sizes of experts | the papers' models |
+| rates of link, memory and kernels | the data sheets of the papers' devices |
+| the host's work | measurements of this plugin ([costs.json](../../vllm_dymoe/plan/costs.json)); 0 in rows with *no host*, because each paper measured another host |
+
+Times are those of the trace's eight layers, so compare ratios. ± is the spread over prompts. Two rows are bounds: *an oracle* knows what the next
+router will choose, and with *everything resident* nothing moves. Users can choose the papers' own settings as the policies `"dymoe-paper"`,
+`"duoserve-paper"`, `"firm-paper"` and `"dynaexq-paper"`.
+
+If a claim depends on routers (hits, predictions, quality) and is not reproduced with the small model, that does not refute it for Mixtral or Qwen3.
 """
 
 
@@ -279,7 +284,7 @@ def sections(results: Results) -> Iterable[str]:
             }
             yield f"\n{key}:\n\n{_table(rows, columns)}"
         yield (
-            "\nMoESys as its paper has it: the whole next layer comes, and nothing of it is cancelled when the router has chosen."
+            "\nMoESys is simulated as in its paper: the whole next layer is fetched, and nothing of it is cancelled when the router has chosen."
         )
     if (found := results.get("firm")) is not None:
         yield "\n## FIRM-MoE: Qwen1.5-MoE-A2.7B's experts at 16 bits on an RTX 3090 (Tables 1 and 2, Figures 4, 6 and 7)\n\n![](firm.png)\n"
@@ -327,13 +332,13 @@ def sections(results: Results) -> Iterable[str]:
 def _adaptive(found: Results) -> Iterable[str]:
     """Yield the time, copies and quality of the policy adaptive."""
     yield (
-        "\n## And a policy that takes from two: `adaptive`\n\nDynaExq's floor with DyMoE's rescue, 4/2 on an A6000 that plans its own steps, as on CUDA: every base "
-        "slice is there, and a part of the residual ones.\nSlices that steps fetch are of decode and prompts together."
+        "\n## And a policy that takes from two: `adaptive`\n\nAs in DynaExq, every base slice is resident (4/2, on an A6000 that plans its own steps), and some residual "
+        "slices.\nAs in DyMoE, a step fetches the residual slices of its most important experts. Slices fetched are those of decode and prompts together."
     )
     aims = _aims()
     yield f"\n{markdown(['aim', 'here', 'verdict'], aims)}"
     if any("missed" in verdict for *_, verdict in aims):
-        yield "\nBecause of what is missed, `dynaexq` stays the recommended policy where every low version fits ([policies](../../docs/policies.md))."
+        yield "\nBecause aims are missed, `dynaexq` stays the recommended policy if all low versions fit ([policies](../../docs/policies.md))."
     for share, batches in found.items():
         lines = [
             [
@@ -358,9 +363,9 @@ def _adaptive(found: Results) -> Iterable[str]:
             cells = [f"{row['ms']:.2f}", f"{row['ms'] / base:.2f}", f"{row['fetched_per_token']:.2f}", _kl(row)]
             lines.append([f"{row['residuals']:.0%}", row["policy"], *cells])
         yield (
-            "\nIn vLLM's engine, one request on an emulated card behind whose link an expert takes as long as a layer (`python "
-            "benchmarks/papers/emulated_card.py`; *adaptive* without a number follows `wait_share`, its default; *uniform 4* fetches every residual slice "
-            f"that is missing){card.get('note', '')}:\n\n{markdown(head, lines)}"
+            "\nIn vLLM's engine, one request on an emulated card, on whose link an expert takes as long as a layer is computed (`python "
+            "benchmarks/papers/emulated_card.py`). *adaptive* without a number follows `wait_share`, its default; *uniform 4* fetches every missing residual "
+            f"slice{card.get('note', '')}:\n\n{markdown(head, lines)}"
         )
     lines = [
         [
@@ -442,8 +447,8 @@ def _quality() -> str:
         for row in _quality_rows("papers")
     ]
     said = (
-        "## Quality of these rows\n\nKL from 16 bits of each row's own options (`benchmarks/quality/quality.py --only papers`). Rows at uniform precision "
-        "(`exact`, on demand, DuoServe-MoE, Accelerate, static) are those of their width; FIRM-MoE's and offloading's rows compute at 16 bits and lose nothing."
+        "## Quality of these rows\n\nKL from 16 bits with each row's own options (`benchmarks/quality/quality.py --only papers`). Rows with one precision "
+        "(`exact`, on demand, DuoServe-MoE, Accelerate, static) have the KL of that precision; FIRM-MoE's and offloading's rows compute at 16 bits and lose nothing."
     )
     return f"{said}\n\n{markdown(['options', 'phase', 'quantizer', 'KL, millinats'], lines)}"
 
@@ -480,6 +485,15 @@ def write(results: Results, folder: Path) -> None:
             pyplot.close(figure)
 
 
+def _chart(at: Any, labels: tuple[str, str, str], places: Sequence[Any], lines: Results, *, log: bool = False) -> None:
+    """Draw a line for each name; ``labels`` are the title, and those of x and y."""
+    for name, values in lines.items():
+        at.plot(places, values, marker="o", label=name)
+    title, x, y = labels
+    at.set(title=title, xlabel=x, ylabel=y, yscale="log" if log else "linear")
+    at.legend(fontsize=7)
+
+
 def _dymoe(found: Results, axes: Any) -> None:
     for at, (of, said) in zip(axes[:2], (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms")), strict=True):
         shares = list(found["budgets"])
@@ -498,15 +512,13 @@ def _dymoe(found: Results, axes: Any) -> None:
     axes[0].set_title("DyMoE, Figure 10")
     axes[1].legend(fontsize=7)
     pruned = _pruned()
-    for kept in ("random", "heavy hitters"):
-        for layers in ("equal", "depth"):
-            kls = [1000 * of[kept, layers] for of in pruned.values()]
-            axes[2].plot(list(pruned), kls, marker="o", label=f"{kept}, {layers}")
-    axes[2].set_title("Figure 3: experts of a prompt that are kept")
-    axes[2].set_xlabel("retention")
-    axes[2].set_ylabel("KL, millinats")
-    axes[2].set_yscale("log")
-    axes[2].legend(fontsize=7)
+    lines = {
+        f"{kept}, {layers}": [1000 * of[kept, layers] for of in pruned.values()]
+        for kept in ("random", "heavy hitters")
+        for layers in ("equal", "depth")
+    }
+    labels = ("Figure 3: experts of a prompt that are kept", "retention", "KL, millinats")
+    _chart(axes[2], labels, list(pruned), lines, log=True)
     rows = _quality_rows("sensitivity")
     for number, phase in enumerate(("prompt", "decode")):
         kls = [1000 * row["kl_nats"] for row in rows if row["phase"] == phase]
@@ -537,12 +549,11 @@ def _duoserve(found: Results, axes: Any) -> None:
 
 def _firm(found: Results, axes: Any) -> None:
     caches = list(found["caches"])
-    for name in ("Baseline", "All (firm-paper)", "n = 3", "ours: firm", "nothing ahead", "an oracle"):
-        axes[0].plot(caches, [found["caches"][cache][name]["tpot"] for cache in caches], marker="o", label=name)
-    axes[0].set_title("FIRM-MoE, Figure 4")
-    axes[0].set_xlabel("experts in the cache, of 1440")
-    axes[0].set_ylabel("ms a token")
-    axes[0].legend(fontsize=7)
+    lines = {
+        name: [found["caches"][cache][name]["tpot"] for cache in caches]
+        for name in ("Baseline", "All (firm-paper)", "n = 3", "ours: firm", "nothing ahead", "an oracle")
+    }
+    _chart(axes[0], ("FIRM-MoE, Figure 4", "experts in the cache, of 1440", "ms a token"), caches, lines)
     models = list(found["lengths"])
     for number, system in enumerate(found["lengths"][models[0]] if models else ()):
         rates = [list(found["lengths"][model][system].values()) for model in models]
@@ -573,29 +584,14 @@ def _firm(found: Results, axes: Any) -> None:
 
 
 def _dynaexq(found: Results, axes: Any) -> None:
-    batches = [batch for batch, _ in _by_number(found["batches"])]
-    for name in found["batches"]["1"]:
-        axes[0].plot(batches, [found["batches"][b][name]["tokens_per_s"] for b in batches], marker="o", label=name)
-    axes[0].set_title("DynaExq: throughput")
-    axes[0].set_yscale("log")
-    axes[0].set_xlabel("batch")
-    axes[0].set_ylabel("tokens/s of eight layers")
-    axes[0].legend(fontsize=7)
-    lengths = sorted(found["lengths"], key=int)
-    for name in found["lengths"][lengths[0]]:
-        axes[1].plot(
-            lengths, [float(np.mean(found["lengths"][n][name]["ttft"])) for n in lengths], marker="o", label=name
-        )
-    axes[1].set_title("Figure 10: TTFT")
-    axes[1].set_xlabel("tokens of a prompt")
-    axes[1].set_ylabel("ms")
-    axes[1].legend(fontsize=7)
-    for name in found["batches"]["1"]:
-        axes[2].plot(batches, [found["batches"][b][name]["p99"] for b in batches], marker="o", label=name)
-    axes[2].set_title("Tail of decode steps")
-    axes[2].set_yscale("log")
-    axes[2].set_xlabel("batch")
-    axes[2].set_ylabel("p99 of a step, ms")
+    for at, number, rows, labels in (
+        (axes[0], "tokens_per_s", "batches", ("DynaExq: throughput", "batch", "tokens/s of eight layers")),
+        (axes[1], "ttft", "lengths", ("Figure 10: TTFT", "tokens of a prompt", "ms")),
+        (axes[2], "p99", "batches", ("Tail of decode steps", "batch", "p99 of a step, ms")),
+    ):
+        places, systems = zip(*_by_number(found[rows]), strict=True)
+        lines = {name: [float(np.mean(of[name][number])) for of in systems] for name in systems[0]}
+        _chart(at, labels, places, lines, log=rows == "batches")
     for number, (name, shares) in enumerate(found["high after a shift"].items()):
         axes[3].bar(np.arange(len(shares)) + 0.2 * number, list(shares.values()), 0.19, label=name)
     axes[3].set_xticks(np.arange(len(shares)) + 0.3, list(shares))

@@ -22,10 +22,7 @@ _NO_LIMIT = 3e38
 
 
 def constants(activation: Activation) -> tuple[int, float, float, float, bool]:
-    """Return a kernel's ACTIVATION.
-
-    It has the number of the curve, limit, alpha, beta, and whether there is a gate.
-    """
+    """Return a kernel's ACTIVATION: (curve, limit, alpha, beta, has a gate)."""
     limit = min(activation.limit, _NO_LIMIT)
     return _CURVES[activation.curve], limit, activation.alpha, activation.beta, activation.has_gate
 
@@ -44,10 +41,7 @@ def down_inputs(gate, up, first, ROWS: tl.constexpr, PRECISIONS: tl.constexpr, A
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Apply the curve to gate and up elementwise, in float32.
-
-    It is applied to up alone if there is no gate.
-    """
+    """Apply the curve to gate and up elementwise, in float32; without a gate, to up."""
     CURVE: tl.constexpr = ACTIVATION[0]
     LIMIT: tl.constexpr = ACTIVATION[1]
     ALPHA: tl.constexpr = ACTIVATION[2]

@@ -168,8 +168,8 @@ def post_kernel(
 def _release(address, number):
     """Store a number after everything that the program has stored.
 
-    It is then visible to all processors of the machine. A release store: an exchange would read over PCIe, and not
-    every platform has atomics there. One thread stores.
+    It is then visible to all processors of the machine. This is a release store and not an exchange, which would read
+    over PCIe, where not every platform supports atomics. One thread stores.
     """
     if _INTERPRETED:
         tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")

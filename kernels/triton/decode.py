@@ -401,8 +401,8 @@ def add_experts(
             for part in tl.static_range(SPLIT):
                 at = partials + (pair.to(tl.int64) * SPLIT + part) * PADDED + row
                 sums += tl.load(at, mask=row < tl.where(counts, PADDED, 0), other=0.0, cache_modifier=".cg")
-            # As when each expert's output is stored and then combined: rounded, weighted, and rounded again. A select
-            # between product and sum keeps compilers from making one instruction with one rounding of them.
+            # Round as if each expert's output were stored and then combined: before and after the weight. The select
+            # between product and sum keeps compilers from fusing them into one instruction, which would round once.
             weighted = widened(rounded(sums, out.dtype.element_ty)) * tl.load(weights + pair)
             total += tl.where(row < tl.where(counts, PADDED, 0), weighted, 0.0)
         tl.store(out + token.to(tl.int64) * ROWS + row, rounded(total, out.dtype.element_ty), mask=row < ROWS)

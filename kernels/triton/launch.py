@@ -66,9 +66,10 @@ class ExpertShape:
 
     @classmethod
     def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
-        """Return what experts of some formats and other kinds have in common.
+        """Return what the experts of a launch have in common.
 
-        Group sizes matter below 16 bits only. Raises ValueError if they cannot share a launch.
+        They have these formats, or matrices of further kinds. Group sizes matter below 16 bits only. Raises ValueError
+        if they cannot share a launch.
         """
         every = [fmt for three in formats for fmt in three]
         groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}
@@ -334,10 +335,6 @@ def _decode(
         }  # fmt: skip
         after: dict[str, Any] = {}
         if tile.tensor_cores:
-            if fastest_decode(table.precisions, 90) is Decode.PLAIN:
-                raise ValueError(
-                    "tile has tensor cores, but decode has none for 16-bit weights and points of a lattice"
-                )
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
 
@@ -398,17 +395,6 @@ def _grouped(
         constants, options = sizes | table.constants, {"num_warps": tile.warps}
         outputs = tile.block_n
         if tile.in_registers:
-            shape = table.shape
-            if (
-                fastest_grouped(
-                    table.precisions, (shape.hidden, shape.intermediate), 80, act_order=bool(shape.act_order)
-                )
-                is Grouped.PLAIN
-            ):
-                raise ValueError(
-                    "tile dequantizes in registers, which needs codes of 4 or 2 bits, columns in their order, "
-                    "and sizes that are multiples of 8"
-                )
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_grouped import mma_grouped_down_kernel, mma_grouped_gate_up_kernel
 

@@ -61,7 +61,9 @@ def place_kernel(
     row2: tl.int64, gate2: tl.int64, up2: tl.int64, down2: tl.int64, widths2: tl.int64,
     row3: tl.int64, gate3: tl.int64, up3: tl.int64, down3: tl.int64, widths3: tl.int64,
 ):  # fmt: skip
-    """Write rows of two tables; widths are two bytes each, gate's the lowest.
+    """Write four rows of two tables.
+
+    ``widths`` has the bits of gate, up and down in two bytes each, gate in the lowest.
 
     Args:
         addresses: int64 [experts, 3].

@@ -82,9 +82,9 @@ _OF_PLAN = (
 
 
 def program_of(width: int) -> tuple[int, int]:
-    """Return the warps of a program with vectors of ``width`` experts, and the pairs that it compares at a time.
+    """Return the warps of a program, and the pairs that it compares at a time.
 
-    With four warps, vectors of 1024 experts would not fit into registers.
+    Its vectors have ``width`` experts. With four warps, vectors of 1024 experts would not fit into registers.
     """
     warps = WARPS * max(1, width // 512)
     return warps, min(width, _ELEMENTS_AT_ONCE * 32 * warps // width)
@@ -597,7 +597,7 @@ def _find_places(
         order = tl.where(wide, warmth, 0)
         vacant = _vacant(here, slot - first, quota, scratch, expert)
         victims = tl.where(here & (uses == 0), key, _NONE)
-        # If the hottest come first, no expert after the first one without a place finds one either.
+        # If misses come by falling score, the first one that gets no slot is the last that could have got one.
         turns = tl.where(wide, tl.minimum(misses, tl.maximum(free, 0) + number_of(here & (uses == 0))), misses)
         for turn_number in range(turns):
             hottest = tl.max(tl.where(missing, order, -1), 0)
@@ -784,7 +784,10 @@ def weights_of(
 
 @triton.jit
 def _weight_at(weights, pair, inside, ON_INPUT: tl.constexpr):
-    """Return what outputs are multiplied with: the router's weight, or 1 if that multiplies inputs; 0 elsewhere."""
+    """Return what outputs are multiplied with, 0 where not inside.
+
+    It is the router's weight, or 1 if that multiplies inputs.
+    """
     if ON_INPUT:
         return tl.where(inside, 1.0, 0.0)
     else:

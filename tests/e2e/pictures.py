@@ -80,7 +80,7 @@ def _as_thinker(folder: Path) -> None:
     path = folder / "config.json"
     described = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
     thinker = json.loads(path.read_text())
-    thinker["vision_config"] |= {"image_size": 128, "apply_vit_abs_pos_embed": True}  # vLLM reads what transformers drops
+    thinker["vision_config"] |= {"image_size": 128, "apply_vit_abs_pos_embed": True}  # which transformers drops
     path.write_text(json.dumps(described | {"dtype": "bfloat16", "thinker_config": thinker}))
     tensors = load_file(folder / "model.safetensors")
     named = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
@@ -88,7 +88,7 @@ def _as_thinker(folder: Path) -> None:
 
 
 def _without_norms(folder: Path) -> None:
-    """Say that queries and keys have no norms, which transformers leaves out and vLLM reads."""
+    """Say that queries and keys have no norms, which transformers leaves out."""
     path = folder / "config.json"
     described = json.loads(path.read_text())
     described["text_config"]["use_qk_norm"] = False

@@ -54,7 +54,10 @@ def test_the_device_computes_what_the_host_computes():
 
 
 def test_router_weights_that_multiply_inputs_are_planned_by_the_device(tmp_path):
-    """Llama 4's, on an emulated card, by whose link or CPU worker misses go; prompts are large batches."""
+    """Llama 4 has such weights.
+
+    Misses go over an emulated card's link or to its CPU worker, and prompts are large batches.
+    """
     folder, common = ARCHITECTURES["llama-4"].save(tmp_path / "model"), {"high": 4, "low": 0, "host_store": "pinned"}
     with small_engine(folder, common) as llm:
         want = answer(llm, random_prompts(), TOKENS)

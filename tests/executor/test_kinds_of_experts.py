@@ -66,7 +66,10 @@ def test_no_budget_changes_a_bit_and_the_sum_is_right(activation, told):
 @pytest.mark.parametrize("skipped_weights", ["keep", "renormalize"])
 @pytest.mark.parametrize("low", [0, 2])
 def test_a_device_plans_weights_on_inputs_as_the_host_does(low, skipped_weights):
-    """By the router's weights, which choose precisions, although outputs weigh 1; also where experts are skipped."""
+    """The router's weights choose precisions, although outputs weigh 1.
+
+    This also holds where experts are skipped.
+    """
     chosen = {"retention": 0.5, "high_by": "depth", "reuse_high": False, "skipped_weights": skipped_weights}
     store, told = make_store(make_experts(num_experts=8, top_k=3)), {"weights_on_input": True}
     want = run(make_server(store, "100%", Dymoe(**chosen), low=low), STEPS, **told)

@@ -211,7 +211,10 @@ def test_grids_of_other_bits_beside_each_other():
 
 
 def test_down_projections_in_a_format_of_their_own():
-    """One layer has them, or most layers; host and device plan them, and the CPU worker tells layers apart."""
+    """One layer has them, or most layers; host and device plan both.
+
+    The CPU worker tells layers apart.
+    """
     plain = make_experts(layers=3, bits=(4,), num_experts=8, hidden=96, intermediate=64)
     usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))
     own = {1: replace(usual, down=None), 2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64))}

@@ -100,7 +100,10 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
 
 @pytest.mark.parametrize("encoding", [GRIDS[4], E8], ids=lambda encoding: encoding.name)
 def test_weights_on_inputs_have_the_bits_of_steps_with_the_host(on_triton, encoding):
-    """Small and large batches, with a row of the input for each pair, which lattice codes rotate."""
+    """Small and large batches have a row of the input for each pair.
+
+    Lattice codes rotate it.
+    """
     high, told = encoding.bits, {"weights_on_input": True}
     plain = make_experts(bits=(high,), dtype=torch.float16)
     experts = replace(plain, formats={high: replace(plain.formats[high], encoding=encoding)})

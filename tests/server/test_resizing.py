@@ -111,7 +111,7 @@ def test_more_than_the_device_has_is_refused_with_the_number_that_fits_and_chang
     assert (server.cache.pools, server.slot_plan) == (pools, plan)
     assert kept_by(server) == versions, "the cache is as it was"
     sentence = str(caught.value)
-    assert f"12 slots would take {12 * slot} bytes of host memory; now they take {6 * slot}" in sentence
+    assert f"12 slots would take {12 * slot} bytes of host memory; the present ones take {6 * slot}" in sentence
     assert f"{4 * slot + computing - 1} bytes are free, and computation needs {computing} of these" in sentence
     server.resize(int(re.search(r"expert_budget to at most (\d+) bytes", sentence)[1]))
     assert sum(server.slot_plan.slots.values()) == 9

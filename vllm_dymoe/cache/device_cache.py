@@ -118,9 +118,9 @@ class SlotPools(dict[Precision, SlotPool]):
         room = held + max(0, available - computation)
         if wanted > room:
             raise ConfigError(
-                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; now "
-                f"they take {held}, {available} bytes are free, and computation needs {computation} of these; set "
-                f"expert_budget to at most {room + plan.workspace_bytes} bytes.",
+                f"vllm-dymoe: {sum(plan.slots.values())} slots would take {wanted} bytes of {self._where} memory; the "
+                f"present ones take {held}, {available} bytes are free, and computation needs {computation} of these; "
+                f"set expert_budget to at most {room + plan.workspace_bytes} bytes.",
                 option="expert_budget",
             )
 

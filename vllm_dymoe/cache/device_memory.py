@@ -42,7 +42,7 @@ class DeviceMemory:
     def ends_long_kernels(self) -> bool:
         """Return whether a display watchdog ends kernels after some seconds.
 
-        The process's context ends with the kernel.
+        That also destroys the process's CUDA context.
         """
         return False
 

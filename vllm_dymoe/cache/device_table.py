@@ -79,9 +79,9 @@ class DeviceTable:
             table.precision.fill_(CODES[precision])
 
     def serve(self, policy: Policy, bits: Mapping[Precision, int], of_slices: Mapping[Precision, int]) -> None:
-        """Write how the device serves from now on.
+        """Write into the table how later steps serve.
 
-        Sets precisions and their encodings, eviction, and source addresses.
+        These are precisions and their encodings, the order of eviction, and source addresses.
 
         Args:
             bits: bits of each precision, 0 for one that is skipped.
@@ -228,7 +228,7 @@ class DeviceWaits:
             phases, seconds = self._read
             if len(phases) == 1:
                 waited = sum(count * each for count, each in zip(news, self._seconds, strict=True))
-                found = StepTime(*phases, seconds, waited)
+                found = StepTime(next(iter(phases)), seconds, waited)
             now = self._clock()
             self._read, self._phases, self._begun = (self._phases, now - self._begun), set(), now
             self._on_host.ask(self._fetched)

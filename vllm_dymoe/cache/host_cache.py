@@ -1,9 +1,10 @@
 """The host-memory tier: slots with a hard byte budget, filled from disk.
 
 It lies between the disk and a device with its own memory. If all slices fit, they are read at start and stay. Otherwise
-the planner's rule decides what stays, with a table of the tier's own that counts the device's misses as uses: experts
-that the device keeps lose score here and make room for others. Reads are tickets of a transfer engine of the tier's
-own, as many at once as suits the disk. A prediction takes a staging slot, and is dropped when anything is in demand.
+the planner's rule decides which ones stay. It has a table of its own here, in which a use is a miss of the device: so
+experts that are resident on the device lose score here, and make room for others. A transfer engine of its own reads
+from the disk, as many slices at the same time as is fastest. A predicted slice takes a staging slot, and is dropped if
+a step needs the slot.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _POLL_SECONDS = 1e-3  # poll interval if more slices are requested at once than 
 
 
 class _DiskDelivery(CpuDelivery):
-    """Delivers from files into slots of the tier.
+    """Delivers from files into slots of host memory.
 
     A slot is overwritten only after the device's last copy out of it.
     """
@@ -123,7 +124,7 @@ class HostCache(HostStore):
     # -- requests of steps ---------------------------------------------------------------------
 
     def expect(self, layer: int, keys: list[SliceKey]) -> None:
-        """Decide what stays, and start all reads.
+        """Decide which slices stay, and start all reads of a layer.
 
         ``keys`` are the slices that a layer's step needs and the device lacks.
         """
@@ -210,9 +211,9 @@ class HostCache(HostStore):
     # -- lifecycle ------------------------------------------------------------------------------
 
     def fill(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
-        """Read and verify everything; there must be room for it.
+        """Read and verify all slices; there must be room for them.
 
-        Raises StoreError if files cannot be read; the tier is then closed. ``progress`` is called with each number of
+        Raises StoreError if files cannot be read; the store is then closed. ``progress`` is called with each number of
         bytes read.
         """
 
@@ -246,12 +247,12 @@ class HostCache(HostStore):
             self.files.check(key, packed)
         except DamagedStoreError as error:
             raise StoreError(
-                f"the copy of the experts in {self.files.folder} in memory that another process of this user made is "
-                "not what the store holds; stop that process and start again."
+                f"another process of this user shares a copy of the experts in memory that differs from the store in "
+                f"{self.files.folder}; stop that process and start again."
             ) from error
 
     def resize(self, nbytes: int) -> None:
-        """Change the budget; the tier is empty afterwards. No step may be running.
+        """Change the budget; all slots are empty afterwards. No step may be running.
 
         HostMemoryError if there is no room for two slices of each version, or no memory; then the old budget stays.
         """
@@ -283,7 +284,7 @@ class HostCache(HostStore):
     def wake(self) -> None:
         """Allocate as much memory as before.
 
-        The tier is filled if it held everything, and otherwise empty. Errors are as at start.
+        It is filled if it held all slices before, and otherwise empty. Errors are as at start.
         """
         try:
             with self._changed:
@@ -297,7 +298,7 @@ class HostCache(HostStore):
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """Append another store, with the host memory of both; see the base class.
 
-        The tier is empty afterwards unless both hold everything. No step may be running.
+        All slots are empty afterwards, except if both stores hold all of their slices. No step may be running.
         """
         limit, self.experts = self.slots.limit, experts
         if isinstance(other, HostCache) and self.whole and other.whole:

@@ -122,9 +122,9 @@ class Migration:
         self.see(routing)
 
     def see(self, routing: Routing) -> None:
-        """Learn how much a layer's experts change, until that is known.
+        """Measure how much a layer changes its input, until that is known.
 
-        The layer's choices are in ``uses`` already.
+        For layers whose routing is already counted in ``uses``.
         """
         if self._changes is not None:
             self._changes.see(routing.layer, routing.x)
@@ -173,10 +173,10 @@ class Migration:
     def turn(self) -> None:
         """Publish moves that have arrived on all ranks, and begin others; never waits.
 
-        Moves begin as far as there is room. Ranks that compute the same experts together call this between the same two
-        steps, and whether they exchange numbers follows from what all of them know. So all of them do, or none. Their
-        clocks differ: they agree that a window is over before any of them closes its counts, or the counts would
-        differ.
+        Moves begin as far as there is room. Ranks that have parts of the same experts call this between the same two
+        steps. Whether they exchange numbers depends only on values that all of them have, so either all do, or none.
+        Their clocks differ, so they agree that a window is over before any of them closes its counts; otherwise the
+        counts would differ.
         """
         self._count()
         self._turns += 1
@@ -208,7 +208,7 @@ class Migration:
             swap, precision = self._planned.popleft(), self._memory.table.precision
             if precision[swap.up] == HIGH or (
                 swap.down and precision[swap.down] != HIGH
-            ):  # an earlier plan's move has failed
+            ):  # because a move of an earlier plan has failed
                 self.stats.moves["outdated"] += 1
                 continue
             self._flying.append(_Move(swap, self._begin(swap), self._windows))

@@ -38,7 +38,7 @@ def run(
     shape, device = ranks.shape(whole), ranks.device(card)
     if (disk is None) != (host_memory is None):
         raise ConfigError(
-            "--disk and --host-memory need each other: experts are read from disk if host memory has no room."
+            "set --disk and --host-memory together: experts that host memory has no room for are read from the disk."
         )
     if disk is not None:
         if (held := ExpertBudget.parse(host_memory).bytes) is None:

@@ -111,7 +111,7 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
     """
     arguments = Arguments.parse(words)
     if "config" in arguments.values:
-        raise ConfigError("--config hides from this command what is set; write its settings as arguments.")
+        raise ConfigError("this command cannot see the settings in the file of --config; write them as arguments.")
     found, asked = read_model(model), arguments.asked(os.environ)
     if machine is not None:
         here = read_machine(machine)
@@ -123,7 +123,7 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
     if machine is None and not dry_run:
         program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if program is None:
-            raise ConfigError("the command `vllm` is not installed here; docs/quickstart.md says how.")
+            raise ConfigError("the command `vllm` is not installed here; docs/quickstart.md says how to install it.")
         sys.stdout.flush()
         os.execve(program, [program, *command[1:]], os.environ | dict(start.environment))
 
@@ -153,7 +153,7 @@ def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> 
     ]
     print_table("Tokens/s of each request with its whole context in the KV cache", heads, body)
     said = " ".join(f"{name}={value}" for name, value in start.environment.items())
-    typer.echo(f"The same without this command:\n{f'{said} {shlex.join(command)}'.strip()}")
+    typer.echo(f"The equivalent command:\n{f'{said} {shlex.join(command)}'.strip()}")
 
 
 def describe(machine: Machine) -> tuple[str, str]:

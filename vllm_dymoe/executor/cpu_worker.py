@@ -31,9 +31,9 @@ from vllm_dymoe.planner.plan import LayerPlan
 
 _LOOKS = 16  # checks of the watchdog within one timeout
 _TRIPS = 256  # number of round trips, of which the median counts
-SPINNING_CORES = 8  # cores of a rank from which on threads spin; fewer are needed by vLLM itself
+SPINNING_CORES = 8  # threads spin on ranks with at least so many cores; vLLM needs them all where there are fewer
 _SPIN_NS = 5_000_000
-"""How long threads spin after an answer: for the rest of a decode step, and until the next one begins."""
+"""How long threads spin after an answer: longer than the time until the next decode step asks again."""
 
 
 def cpu_worker_threads(device_type: str) -> int:

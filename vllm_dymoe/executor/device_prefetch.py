@@ -63,19 +63,20 @@ class DevicePrefetch:
         self._table, self._kernel, self._branch, self._rows = table, kernel, branch, rows
         self._predictor, self._listed, self._projections = predictor, listed, projections
         self._staging, self._layers, self.pace = staging, layers, pace
-        self._runs, self._listed_for = False, -1  # whether the branch is out; the layer that it has a list for
-        self._list_made: Any = None  # mark after that list
-        self._predicted: Any = None  # mark after the predictions of the running layer
-        self._all_made: Any = None  # mark after everything so far
+        self._runs, self._listed_for = False, -1  # whether the branch has unjoined work; the layer of its last list
+        self._list_made: Any = None  # event after that list
+        self._predicted: Any = None  # event after the predictions of the running layer
+        self._all_made: Any = None  # event after all work of the branch so far
         self._counts, self._known = HostCopy(listed.counts), listed.counts.cpu().numpy().copy()
-        self._steps = self._asked_after = 0  # decode steps since the last reading; those that a reading is about
+        # Decode steps since counts were last asked for, and the steps that the requested counts cover (0: none is).
+        self._steps = self._asked_after = 0
         self.has_slots, self._acts = any(map(prefetch_slots, staging.values())), False
         self._act(acts=True)
 
     def warm_up(self, x: Tensor, ids: Tensor) -> None:
         """Compile and load the kernels by running a layer without tokens.
 
-        Gates are not asked, because they may not exist yet.
+        The predictor's gates are not used, because they may not exist yet.
         """
         listed = self._table, 0, self._rows, self._projections, self._listed, self._predictor.look_ahead
         with self._branch.fork():
@@ -110,7 +111,7 @@ class DevicePrefetch:
 
     def begin_layer(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Before a layer is planned: wait for its list, and predict for the next layer."""
-        # A graph always has the branch: it is replayed with slots and without.
+        # A captured graph always has the branch, because it is replayed both with and without prefetch slots.
         if not (self._acts or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             return
         if self._listed_for >= 0:
@@ -145,9 +146,9 @@ class DevicePrefetch:
         self._predictor.observe(layer, x, ids, self._rows)
 
     def settle(self) -> None:
-        """Forget what was fetched ahead.
+        """Join the branch and forget prefetched experts.
 
-        Called before another kind of step, or when another layer follows.
+        Called before another kind of step, or if the next layer is not the predicted one.
         """
         if self._runs:
             self._join()

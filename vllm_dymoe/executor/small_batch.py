@@ -148,7 +148,7 @@ class SmallBatches:
         self.cpu_queue, self.costs, self.most_rows = cpu_queue, costs, SMALL_BATCH_ROWS if overlaps else 0
         experts, table, rows = memory.experts, memory.table, memory.rows
         self._plans, slots = memory.plans, (quotas, staging, experts.kinds, memory.captured)
-        self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come behind them
+        self._layers = layers = len(experts.layers) - experts.draft_layers  # of the model; a draft's come after them
         self.large = LargeBatches(
             experts.top_k, layers, table, kernel, branch, rows, *slots, count, foresees=foresees, overlaps=overlaps
         )

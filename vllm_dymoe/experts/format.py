@@ -75,7 +75,7 @@ class ExpertFormat:
     integer_zeros: bool = False  # whether zeros count steps of their scale, see :class:`MatrixFormat`
     act_order: bool = False  # whether columns are stored in another order than the inputs', see :class:`MatrixFormat`
     has_gate: bool = True  # without a gate, its matrix has no rows and its section no bytes
-    down: DownFormat | None = None  # of down alone, in versions that are not nested; None if it is that of the others
+    down: DownFormat | None = None  # format of down, if it differs from gate and up; never in nested versions
 
     @property
     def bits(self) -> int:

@@ -31,9 +31,9 @@ class Costs:
 
     @classmethod
     def on_cpu(cls, operation: float) -> "Costs":
-        """Those of a CPU on which a small operation takes so many seconds.
+        """Return the costs of a CPU on which a small operation takes so many seconds.
 
-        It computes experts in place. vLLM's own work is counted in such operations: Python bounds it there.
+        It computes experts in place. vLLM's own work is counted in such operations, because it is mostly Python there.
         """
         counts = _read()["cpu"]
         layer, step, request = (counts[name] * operation for name in ("layer", "step", "request"))

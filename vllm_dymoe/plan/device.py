@@ -177,7 +177,7 @@ def _shipped() -> list[ExpertRate]:
 
 
 def find_device(name: str, link: str | None, report: Path | None = None) -> Device:
-    """Return the GPU of a name in any spelling.
+    """Return a GPU by its name, such as "rtx4090" or "NVIDIA GeForce RTX 4090".
 
     Args:
         link: rate of its link; None for that of its data sheet.

@@ -50,8 +50,8 @@ _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _EXPERT_BYTES = 256 << 20  # of random experts at most: more than caches hold
 _ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
 _BITS = 4  # of the experts that are timed
-_MATRICES = 2  # of a layer outside of its experts: queries, keys and values, and what maps attention back
-_LONGEST = 1.0  # seconds that one thing is repeated
+_MATRICES = 2  # of a layer in addition to its experts: the input and the output projection of attention
+_LONGEST = 1.0  # seconds for which one measurement is repeated
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
 _LEFT_SHARE, _LEFT_LEAST = 10, 2 << 30  # of host memory, what stays free, as ``host_store`` "auto" has it
 
@@ -107,7 +107,7 @@ class Machine(BaseModel):
 
     @property
     def costs(self) -> Costs:
-        """What the host takes beside products and copies."""
+        """Times of the host's work in addition to products and copies."""
         return Costs.measured() if self.gpus else Costs.on_cpu(self.operation)
 
     def device(self) -> Device:

@@ -88,9 +88,9 @@ def read_shape(model: str) -> ModelShape:
 
 
 def config_folder(model: str) -> Path:
-    """Return a model's folder, or one with its config.json from the hub.
+    """Return a model's folder, or one into which its config.json is fetched.
 
-    The hub is Hugging Face's, or ModelScope where vLLM uses that.
+    It is fetched from Hugging Face's hub, or from ModelScope if vLLM uses that.
 
     Raises:
         ConfigError: there is no folder, and config.json cannot be fetched.

@@ -210,7 +210,7 @@ class Planner:
             if not complete:  # "auto" gives slots a half, and the page cache the other
                 spare = room = room // 2
         if options.misses == "share" and not complete:
-            raise ConfigError("misses are shared where host memory has all experts.")
+            raise ConfigError("misses can be shared with the CPU only if host memory has all experts.")
         budget = options.expert_budget
         if self.on_gpu and budget.is_auto and not policy.residency.keeps:
             budget = ExpertBudget(slots="top-k")
@@ -313,7 +313,7 @@ class Planner:
             found = planned(setups)  # a smaller KV cache may fit
         if not found:
             self.plan(setups[0], self.lengths[0], 1)  # its sentence
-            raise ConfigError(f"{self.requests} requests at once do not fit; lower --max-num-seqs.")
+            raise ConfigError(f"{self.requests} concurrent requests do not fit; lower --max-num-seqs.")
         return found
 
     def good(self, setup: _Setup, choice: Choice) -> bool:
@@ -387,15 +387,15 @@ def _reasons(
     stored, everything = setup.experts.stored_nbytes, setup.experts.nbytes(settled.high)
 
     def why(option: str, reason: str) -> str:
-        return "as you said" if option in asked.options else reason
+        return "set by you" if option in asked.options else reason
 
-    yield "policy", settled.policy, why("policy", "the fastest here of those that can be served")
+    yield "policy", settled.policy, why("policy", "the fastest on this machine that is good enough")
     agreement = "" if choice.agreement is None else f"{choice.agreement:.0%} of the likeliest tokens as at 16 bits; "
     of_checkpoint = "the checkpoint's" if "high" in model.fixed else f"{agreement}the fastest that is good enough"
     bits = f"{settled.high}/{settled.low} bits" if settled.low else f"{settled.high} bits"
     yield "precision", bits, why("high", of_checkpoint)
     dense = f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
-    kept = "as they are", "the checkpoint's, which has them quantized or means them to stay"
+    kept = "as they are", "the checkpoint decides: it is quantized"
     yield "dense layers", *(kept if model.quantized else (f"{settled.dense} bits", why("dense", dense)))
     if planner.on_gpu:
         share = min(1.0, choice.limit / everything)
@@ -410,7 +410,7 @@ def _reasons(
     else:
         where = "all in memory, computed in place" if planned.complete else "not all fit into memory: from the disk"
         yield "experts", size(stored), why("expert_budget", where)
-    said = "as you said" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
+    said = "set by you" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
     yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
     many = f"{planner.requests} such contexts" if planner.requests > 1 else "one such context"
@@ -419,4 +419,4 @@ def _reasons(
         f"as long as the link takes, {size(max(0, everything - choice.limit))}" if planned.chunk else "vLLM's choice"
     )
     given = asked.max_num_batched_tokens
-    yield "tokens of a step", str(given or planned.chunk or "auto"), "as you said" if given else chunk
+    yield "tokens of a step", str(given or planned.chunk or "auto"), "set by you" if given else chunk

@@ -44,16 +44,16 @@ class Counter(IntEnum):
     REUSES = auto()  # hits of a high version where a low one was wanted
     FETCHED_HIGH = auto()  # versions, or residual slices
     FETCHED_LOW = auto()  # versions, or bases
-    STREAMED = auto()  # fetched ones that are not kept
+    STREAMED = auto()  # of the fetched ones, those that are not kept
     PROMOTIONS = auto()  # fetches of a high version while the low one was held
     EVICTIONS = auto()  # experts, or residual slices, whose slot was taken by another
     AHEAD = auto()  # experts that were fetched, at least in part, before the layer was routed
     AHEAD_BYTES = auto()
-    AHEAD_USED = auto()  # misses that had been fetched ahead, at least in part
+    AHEAD_USED = auto()  # of these, those that the layer then needed
     AHEAD_USED_BYTES = auto()
     CPU_EXECUTED = auto()  # misses that the CPU executed
-    LATE = auto()  # misses that were to be fetched ahead, of which nothing had arrived
-    CANCELLED = auto()  # others that were to be fetched ahead, of which nothing had arrived
+    LATE = auto()  # misses that were listed for prefetch, of which nothing had arrived
+    CANCELLED = auto()  # other experts that were listed for prefetch, of which nothing had arrived
 
 
 def _column(*shape: str | int, dtype: str = "int64", fill: int = 0) -> Any:
@@ -77,7 +77,7 @@ class Table:
     high version is replaced if the low one is wanted, and vice versa.
     """
     evicts: Any = _column(1, dtype="int32", fill=Eviction.COLDEST)  # an Eviction: which expert leaves first
-    admits: Any = _column(1, dtype="int32", fill=1)  # whether misses may be kept; otherwise others write the rows
+    admits: Any = _column(1, dtype="int32", fill=1)  # whether steps keep misses; if not, only moves change rows
     renormalizes: Any = _column(1, dtype="int32")  # whether weights of skipped experts go to the token's other experts
     counters: Any = _column("layers", len(Counter))  # incremented by the planner in C++ and on the device
     outside: Any = _column("layers", fill=-1)

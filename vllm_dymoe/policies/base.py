@@ -199,7 +199,7 @@ class ResidencyPolicy:
     whole: bool = False  # compute an expert only when all its projections have arrived, instead of one by one
     migrating: Migrating | None = None
     """How versions move between steps, so that every expert stays resident; None if steps fetch misses."""
-    rescues: bool = False  # steps also fetch some high versions where versions move between steps
+    rescues: bool = False  # although versions move between steps, steps also fetch some high versions
 
 
 @dataclass(frozen=True)

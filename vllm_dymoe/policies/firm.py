@@ -49,8 +49,8 @@ class Firm(Policy):
     def prefetch(self) -> PrefetchPolicy:
         """Meeting of Layers (Eqs. 5 and 6), with a staging slot per expert of a token.
 
-        Up to twice as many experts are named, but the rest of these are resident, or worth less than what their slots
-        could keep.
+        Meetings name up to twice as many experts. More staging slots would not pay: the other named experts are
+        resident, or less useful than experts that a layer could keep in those slots.
         """
         return PrefetchPolicy(
             "meeting of layers",

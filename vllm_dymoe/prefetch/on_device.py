@@ -59,7 +59,7 @@ class DevicePredictor:
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Compile and load kernels, while no row is a token.
 
-        Gates may not be there yet. Arguments are as for the other methods.
+        The gates may not exist yet. Arguments are as for the other methods.
         """
 
     @property

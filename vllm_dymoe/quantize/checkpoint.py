@@ -36,12 +36,9 @@ _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The tensors of one matrix: of one expert, or of a stack of all experts.
+    """The tensors of one expert's matrix, or of a stack of a layer's experts."""
 
-    A stack holds the matrices of all experts of a layer.
-    """
-
-    layer: int  # number of the layer in a store: its index in the model, and more for a second modality's experts
+    layer: int  # number of the layer in a store: its index in the model; a second modality's layers come after those
     expert: int | None  # None for a stack
     projections: tuple[Projection, ...]  # projections in its rows
     parts: Mapping[str, TensorPlace]
@@ -152,10 +149,10 @@ class Checkpoint:
         return ModelExperts(self.layers, self.config.num_experts, self.config.size(*TOP_K), formats)
 
     def expert(self, position: int, expert: int) -> dict[Projection, Matrix]:
-        """Return one expert by projection, padded with zeros to the widest.
+        """Return one expert by projection, padded with zeros to the widest layer's width.
 
-        Zeros where a layer has fewer experts than another. Raises CheckpointError if a tensor cannot be read or does
-        not match config.json.
+        If the layer has fewer experts than others, missing ones are zeros. Raises CheckpointError if a tensor cannot be
+        read or does not match config.json.
         """
         if expert < self._count(self.layers[position]):
             return {projection: self._matrix(position, expert, projection) for projection in self.projections}
@@ -175,8 +172,8 @@ class Checkpoint:
     def plain_places(self, experts: ModelExperts) -> dict[tuple[int, int, Projection], TensorPlace] | None:
         """Return the tensor of each projection, if it is what a store of it would hold.
 
-        By position of the layer, expert and projection. None where bytes would differ: other layers, sizes or dtypes,
-        biases, stacks, and quantized experts.
+        Keys are the layer's position, the expert and the projection. None if any byte would differ: with other layers,
+        sizes or dtypes, with biases or stacks, and for quantized experts.
         """
         if self.reader.held or self.reader.mixed or set(experts.formats) != {16} or experts.layers != self.layers:
             return None

@@ -33,7 +33,7 @@ def pack_cells(precision: NDArray[np.int8], score: NDArray[Any]) -> NDArray[np.u
 def live_state(server: ExpertServer, tokens: Mapping[Phase, int]) -> dict[str, Any]:
     """Return one rank's state as JSON-serialisable data.
 
-    Counters grow from one answer to the next.
+    Counters are totals; the page shows the difference between two answers.
 
     Args:
         tokens: number of tokens that the rank has computed, in prompts and in decode.

@@ -25,7 +25,7 @@ from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server.expert_server import ExpertServer
 
 CHOICES = "misses.json"  # file name, next to a store
-_LAST = "the last start"  # key of what it chose: the next one most likely chooses it again, and begins with it
+_LAST = "the last start"  # key of the last choice, with which a start begins, because it is likely to be made again
 _WAYS: tuple[Literal["share", "fetch"], ...] = ("share", "fetch")
 _WARM_UP, _STEPS = 4, 12
 _REUSED = 0.5  # of a token's experts, as measured from token to token (benchmarks/tiny_moe)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_dymoe import kernels
+from vllm_dymoe import __version__, kernels
 from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
@@ -32,7 +32,7 @@ from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
 _DISTINCT = 2  # number of distinct random experts; the others of the layer share their bytes
-# One class of kernels each; the last has experts with 65 and more rows.
+# Rows of the steps: each number uses other kernels. In the last one some experts have 65 rows and more.
 _ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS
 # Rounding happens three times: the dequantized weight of a tile, the hidden state and the result, at 8 or 11 bits of
 # mantissa.
@@ -191,15 +191,14 @@ def describe_machine(device: torch.device) -> str:
     sources = sorted((Path(kernels.__file__).parent / "triton").glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     return (
-        f"{named}, driver {said[0] if said else 'unknown'}, Triton {_version('triton')}, torch {torch.__version__}, "
-        f"vllm-dymoe {_version('vllm-dymoe')}+{digest}"
+        f"{named}, driver {said[0] if said else 'unknown'}, Triton {_triton_version()}, torch {torch.__version__}, "
+        f"vllm-dymoe {__version__}+{digest}"
     )
 
 
-def _version(distribution: str) -> str:
-    """Return a distribution's version; "unknown" for a checkout that is not installed."""
+def _triton_version() -> str:
     try:
-        return metadata.version(distribution)
+        return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return "unknown"
 
@@ -286,7 +285,7 @@ def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
     """Run a step twice, with misses and then with hits.
 
     Returns:
-        in words what is wrong, or "".
+        a description of what is wrong; empty if nothing is.
     """
     fmt, want = work.fmt, work.want[:rows]
     x, weights, ids = (tensor[:rows].to(server.device) for tensor in (work.x, work.weights, work.ids))

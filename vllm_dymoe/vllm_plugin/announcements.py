@@ -5,12 +5,12 @@ These are the logger, the lines at start, and the summary for users of ``LLM()``
 
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_dymoe import __version__
 from vllm_dymoe.cache.budget import precision_bits
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
@@ -43,17 +43,6 @@ def end_with_sentences() -> None:
     sys.excepthook = hook
 
 
-def version() -> str:
-    """Return the version; empty for a checkout that is not installed.
-
-    A GPU host without a network may have such a checkout.
-    """
-    try:
-        return metadata.version("vllm-dymoe")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def describe_server(server: ExpertServer, rank: str = "", place: str = "") -> str:
     experts, options, plan = server.experts, server.options, server.slot_plan
     parameters = ", ".join(f"{name} {value}" for name, value in options.policy_options.items())
@@ -66,7 +55,7 @@ def describe_server(server: ExpertServer, rank: str = "", place: str = "") -> st
             f"{plan.staging[precision]} for streaming"
         )
     return (
-        f"{f'vllm-dymoe {version()}'.strip()} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
+        f"vllm-dymoe {__version__} is active: {len(experts.layers)} MoE layers x {experts.num_experts} "
         f"experts, top {experts.top_k}; policy {options.policy}{f' ({parameters})' if parameters else ''}; "
         f"prefetch {_prefetch(server)}; {'; '.join(precisions)}; "
         f"budget {size(plan.limit)} of {size(experts.nbytes(options.high))}{f' on {rank} alone' if rank else ''}; "
@@ -161,9 +150,8 @@ def warnings(server: ExpertServer, expert_ranks: int = 1) -> list[str]:
         least, uses = min(short)
         if least == 0:
             found.append(
-                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert "
-                f", so their "
-                "cache can never hit and every expert is fetched for every token; raise expert_budget."
+                f"with {plan.slots[precision]} slots in the {precision.value} precision some layers keep no expert, so "
+                "they never have a hit and every expert is fetched for every token; raise expert_budget."
             )
         else:
             found.append(

@@ -40,9 +40,9 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
     if tokens <= own:
         return None
     logger.info(
-        "vllm-dymoe: a step has up to %d tokens (vLLM's choice was %d), because each chunk of a prompt moves about %s "
-        "over the link, %.0f ms on this card, the time to compute as many tokens; decoding requests wait as long for "
-        "it. --max-num-batched-tokens sets another number.",
+        "vllm-dymoe: a step has up to %d tokens in place of vLLM's %d, because each chunk of a prompt moves about %s "
+        "over the link. On this card that takes %.0f ms, in which so many tokens are computed; decoding requests wait "
+        "as long. --max-num-batched-tokens sets another number.",
         tokens, own, size(missing), 1e3 * missing / device.link,
     )  # fmt: skip
     return tokens

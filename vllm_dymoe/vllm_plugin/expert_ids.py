@@ -22,8 +22,8 @@ def all_experts(numbers: torch.Tensor) -> int:
 def own_ids(numbers: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
     """Return this rank's numbers of experts in the shape of ids, int.
 
-    Other ranks' experts and padding become -1. An id that is no expert's stays none: it becomes -2 if it was below -1,
-    and the number of all experts if it was that or more, neither of which is an expert of any rank.
+    Other ranks' experts and padding become -1. An invalid id stays invalid: it becomes -2 if it is below -1, and
+    otherwise the number of all experts.
 
     Args:
         numbers: of a :func:`bounded_map`; None where the rank has all experts.

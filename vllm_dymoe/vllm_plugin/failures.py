@@ -104,7 +104,7 @@ class StepFailures:
         self.sentence = None
         self._step.end()
         if not self._collects and (why := self._on_device(step - 1)):
-            self.record_late(why)  # no one waits for this rank's output, so it was not known before
+            self.record_late(why)  # nobody waits for this rank's output, so the failure was not known before
         if output is None or not self._collects or (mine is None and self._store is None and not self._late):
             return output
 
@@ -215,7 +215,7 @@ def raise_failure(output: Any) -> None:
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
-    """Return the blocks of the KV cache that the step wrote to, and those after them."""
+    """Return the KV cache blocks that a step wrote to, and later ones of its requests."""
     cached = step.scheduled_cached_reqs
     computed = {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -86,7 +86,7 @@ class Loading:
             self._begin = time.perf_counter()
             taken = held_bytes(self._model.store)
             reader, formats, bits = self._draft_reader(), self._model.experts.formats, self.options.stored_bits
-            # Where the model's numbers are kept as they are, and each expert has one version, so are the draft's.
+            # A draft's experts keep their codes if the model's do and each expert has one version.
             kept = len(bits) == 1 and self.reader.keeps(bits) and (not reader.mixed or reader.keeps(bits))
             other = reader.format != self.reader.format
             how = {"requantize": other and not kept, "keeps": kept}

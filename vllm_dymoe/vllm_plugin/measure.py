@@ -145,9 +145,9 @@ def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
 
 
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
-    """Answer requests that arrive together.
+    """Answer requests that arrive together, and return their times and tokens.
 
-    Counting begins when each has its first token.
+    The plugin's counters start at 0 when every request has its first token, so they cover decode only.
     """
     engine, found = llm.llm_engine, Answers()
     begin = time.perf_counter()

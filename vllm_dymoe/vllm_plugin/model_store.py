@@ -103,8 +103,8 @@ class ModelStore:
         host_memory: int,  # bytes available to all ranks of this machine
         taken: int = 0,  # bytes taken by another model's experts on this rank
         formats: Mapping[int, ExpertFormat] | None = None,  # formats of that model, whose slots a draft's experts share
-        requantize: bool = False,  # the experts are quantized otherwise than these formats, and rounded to them
-        keeps: bool = False,  # or they have formats of their own
+        requantize: bool = False,  # the checkpoint has its experts in other formats; they are rounded to `formats`
+        keeps: bool = False,  # the experts keep the formats that they have in the checkpoint
     ) -> None:
         self.layers: list[LayerSpec] = []
         self.place: HostPlace | None = None  # None before the first weight
@@ -179,7 +179,7 @@ class ModelStore:
 
     @property
     def _width(self) -> int:
-        """Width of the packed experts, that of the widest one."""
+        """Width of the packed experts: that of the widest layer."""
         if self._formats is not None:
             return next(iter(self._formats.values())).intermediate
         return max(layer.intermediate for layer in self.layers)
@@ -337,7 +337,7 @@ class ModelStore:
             resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
             given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
             if removed := clean(given_up):
-                logger.info("vllm-dymoe: removed %d folders that ended starts had not finished", len(removed))
+                logger.info("vllm-dymoe: removed %d unfinished folders of starts that have ended", len(removed))
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
             self._turn = Turn(self._folder)
             if existing is None:
@@ -380,9 +380,9 @@ class ModelStore:
     def _in_checkpoint(self) -> CheckpointStore | None:
         """Return the checkpoint's own files, if a packed copy would have equal bytes.
 
-        So it is at 16 bits. Not on a plain CPU unless all are to be in memory (``host_store`` "pinned"): else it maps a
-        packed copy, and computes from that. Nor where a rank has a part of each expert or of the experts, where ranks
-        share a copy, where vLLM moves experts, or with a draft.
+        That is the case at 16 bits. None on a CPU without ``host_store`` "pinned", which computes from a mapped packed
+        copy; and None if a rank has parts of experts or some of the experts, if ranks share a copy, if vLLM moves
+        experts between ranks, or with a draft.
         """
         config, spec = self._vllm_config, self.layers[0]
         if self.dummy or not self._content or set(self._options.stored_bits) != {16} or self._formats is not None:
@@ -397,7 +397,7 @@ class ModelStore:
         try:
             checkpoint = Checkpoint.open(local_folder(config))
         except CheckpointError:
-            return None  # an unusual one, whose experts vLLM's loader brings
+            return None  # an unusual checkpoint; vLLM's loader passes its experts
         places = checkpoint.plain_places(self.experts)
         return None if places is None else CheckpointStore(checkpoint.folder, self._manifest, places)
 

@@ -63,7 +63,7 @@ class Observation:
     """The observers of one rank, in the order in which they are told."""
 
     def __init__(self, recordable: dict[str, Any] | None = None) -> None:
-        # Description of a calibration of this rank's inputs; None on ranks that see the same as another.
+        # Description of a calibration of this rank's inputs; None on ranks whose inputs another rank records.
         self.recordable = recordable
         self.observers: tuple[Observer, ...] = ()
         self.trace: TraceObserver | None = None
@@ -227,7 +227,7 @@ def observe_trace(
         raise ConfigError(f"vllm-dymoe: {error}") from error
     logger.info(
         "vllm-dymoe: the experts of every token are recorded to %s, up to %s; a trace holds no text, but reveals "
-        "information about prompts: keep it as you would keep them.", folder, size(options.trace.limit),
+        "information about prompts: protect it as you protect them.", folder, size(options.trace.limit),
     )  # fmt: skip
     return TraceObserver(recorder, gates if options.trace.inputs else tuple)
 

@@ -160,7 +160,9 @@ def _open(out: Path, recording: Recording) -> None:
 
 def _record_part(llm: LLM, pieces: list[list[int]], file: Path) -> None:
     if llm.llm_engine.has_unfinished_requests():
-        raise CalibrationError("the model still has requests, whose tokens would be recorded, too; start it again.")
+        raise CalibrationError(
+            "the LLM has unfinished requests, whose tokens would be recorded, too; finish them, or make a new LLM."
+        )
     _ask(llm, "dymoe_record", str(file), sum(map(len, pieces)))
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=True)
     prompts: Any = [{"prompt_token_ids": piece} for piece in pieces]

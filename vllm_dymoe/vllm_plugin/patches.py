@@ -78,11 +78,11 @@ def apply_patches() -> None:
     "a hook of QuantizationConfig that sees the finished VllmConfig",
 )  # fmt: skip
 def _create_engine_config(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse options in the user's process, and settle CUDA graphs and workers.
+    """Refuse options in the user's process, and set CUDA graphs and worker methods.
 
-    Decisions taken on the host must not be captured in a CUDA graph, and the worker methods must exist without another
-    flag. Where nothing of the plugin was set, it chooses as `vllm-dymoe serve` does. If the user has not set the number
-    of tokens of a step, the cost of the link decides; vLLM then derives everything anew.
+    Host code must not be captured in a CUDA graph, and the worker methods must exist without another flag. If no option
+    of the plugin was set, they are chosen as `vllm-dymoe serve` does. If the user has not set the number of tokens of a
+    step, it follows from the rate of the link, and vLLM derives its configuration again.
     """
     # vLLM writes derived values into its own arguments, and refuses some of these when it finds them again.
     given = vars(self) | {"speculative_config": self.speculative_config and dict(self.speculative_config)}
@@ -105,7 +105,7 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
     """Check that a model computes its experts through us, and find its gates.
 
     The gates are next to the experts. A model that computes experts with its own code would otherwise be served
-    without offloading. Weights that lie in two places count as loaded in both.
+    without offloading. A weight that two modules share counts as loaded in both.
     """
     from vllm_dymoe.vllm_plugin.moe_method import model_made  # not before vLLM has decided about graphs
 
@@ -119,9 +119,9 @@ def _initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> An
 
 @_replaces("vllm.v1.worker.worker_base.WorkerWrapperBase", "execute_model", _STEP_ERROR)
 def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
-    """Begin a step, so that an expert that cannot be fetched fails only its step.
+    """Begin and end a step, so that an expert that cannot be read fails only it.
 
-    Only executors call this: vLLM's warm-up calls Worker.execute_model itself.
+    vLLM's warm-up calls Worker.execute_model itself, so its steps do not come here.
     """
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
@@ -131,7 +131,7 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
 
 @_replaces(_WORKER, "sample_tokens", _STEP_ERROR)
 def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
-    """End a step, whose failure leaves the worker with its output."""
+    """End a step; if it failed, its output carries the error to the front end."""
     output, rank = original(self, grammar_output), _rank(self.vllm_config.quant_config)
     return output if rank is None else rank.end_step(output)
 
@@ -140,7 +140,7 @@ def _sample_tokens(original: Original, self: Any, grammar_output: Any) -> Any:
 def _execute_dummy_batch(original: Original, self: Any) -> Any:
     """Run a step in which a rank without requests computes other ranks' tokens.
 
-    The ranks are data-parallel. Such a step is no warm-up.
+    The ranks are data-parallel. vLLM treats such a step like a warm-up, but its tokens belong to requests.
     """
     rank = _rank(self.vllm_config.quant_config)
     with contextlib.nullcontext() if rank is None else rank.idle_step():
@@ -189,10 +189,9 @@ _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
 def _determine_available_memory(original: Original, self: Any, *args: Any, **kwargs: Any) -> int:
-    """Shrink an automatic budget by what its estimate missed.
+    """Shrink an automatic budget if a step needs more memory than was estimated.
 
-    The budget was made from an estimate of what a step needs. vLLM's profile run knows the real number, and its KV
-    cache must not lack the difference.
+    vLLM's profile run measures what a step needs. Without this, its KV cache would be smaller by the difference.
     """
     available: int = _warm_up(original, self, *args, **kwargs)
     rank = _rank(self.vllm_config.quant_config)
@@ -271,7 +270,7 @@ def _wake_up(original: Original, self: Any, tags: list[str] | None = None) -> No
 def _shutdown(original: Original, self: Any) -> None:
     """Free transfer threads, slots and files when an engine ends.
 
-    The process may go on.
+    Its process may continue, for instance with another engine.
     """
     try:
         original(self)
@@ -300,9 +299,9 @@ def _load_adapter(original: Original, self: Any, request: Any) -> Any:
     "a hook of the attention layer that is called with queries and keys, outside of compiled graphs",
 )  # fmt: skip
 def _process_attention(original: Original, self: Any, act_dtype: Any) -> None:
-    """Show the policy "dymoe" a prompt's queries and keys.
+    """Give the policy "dymoe" a prompt's queries and keys, for its heavy hitters.
 
-    Outside of graphs, only implementations of attention get them.
+    Attention's implementation is the only code outside of graphs that gets them.
     """
     original(self, act_dtype)
     rank = _rank(self.quant_config)  # runs already: vLLM processes a model's experts before its attention

@@ -129,10 +129,10 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
         )  # fmt: skip
         _, start = choose_here(read_model(str(model.model)), asked)
     except (ConfigError, CheckpointError, OSError, ValueError) as error:
-        logger.warning("vllm-dymoe: nothing was chosen for this machine, so that the defaults are used: %s", error)
+        logger.warning("vllm-dymoe: nothing was chosen for this machine, and the defaults are used, because %s", error)
         return None
     logger.info(
-        "vllm-dymoe: no option was set, so that those of `vllm-dymoe serve` are used: %s (planned: %.3g tokens/s); "
+        "vllm-dymoe: no option was set, so `vllm-dymoe serve` chooses: %s (predicted: %.3g tokens/s); "
         "set additional_config.dymoe to {} for the defaults.", json.dumps(dict(start.options)), start.tokens_per_second,
     )  # fmt: skip
     return {**additional, "dymoe": dict(start.options)}
@@ -180,7 +180,7 @@ def refuse_adapted_experts(model: Any, path: str, adapter: Any) -> None:
     if changed and any(isinstance(method, DymoeMoEMethod) for method in methods):
         raise ConfigError(
             f"vllm-dymoe: the adapter {path} changes experts ({changed[0]} and {len(changed) - 1} more), which are "
-            "packed; train one that leaves them alone, or merge it into the checkpoint and serve that."
+            "packed; use an adapter without experts, or merge it into the checkpoint and serve that."
         )
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe import __version__
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.prefetch import Gate, PredictorError, TrainedPredictor
 from vllm_dymoe.prefetch.online import OnlineTraining
 from vllm_dymoe.prefetch.side_stream import make_side_stream
-from vllm_dymoe.vllm_plugin.announcements import logger, version
+from vllm_dymoe.vllm_plugin.announcements import logger
 from vllm_dymoe.vllm_plugin.step import RunningStep
 
 
@@ -84,7 +85,7 @@ class ServedTraining:
             return False
         with self._writing:
             if self._written < (verdicts := len(self.online.verdicts)):
-                self.online.save(self.file, self._model, version())
+                self.online.save(self.file, self._model, __version__)
                 self._written = verdicts
         return True
 
@@ -100,7 +101,7 @@ class ServedTraining:
         Raises:
             PredictorError: the file cannot be written.
         """
-        written, metrics = self.save(), self.online.card(self._model, version()).metrics
+        written, metrics = self.save(), self.online.card(self._model, __version__).metrics
         found: dict[str, Any] = {"file": None if self.file is None else str(self.file)}
         found |= {"written": written, "tokens": self.online.tokens}
         if self.online.trained:

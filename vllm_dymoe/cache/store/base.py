@@ -37,7 +37,7 @@ class Lent(Protocol):
 
     packed: torch.Tensor  # uint8 [bytes of the slice]
     pinned: bool  # a device's copy engine can read it directly
-    last_read: Any  # event after the last copy out of it, set by whoever enqueues one
+    last_read: Any  # event after the last copy out of it; the code that enqueues a copy sets it
 
 
 class HostStore(ABC):

@@ -55,7 +55,7 @@ from vllm_dymoe.kernels import native
 _NOTHING: frozenset[int] = frozenset()
 _SPARE_DESCRIPTORS = 16  # for files that the process opens for a moment
 _READS_OF_ALL = 8  # concurrent reads past the page cache while everything is read
-_SAMPLE = 64  # slices that are looked for in the page cache before everything is read
+_SAMPLE = 64  # slices whose pages are looked up in the page cache, to choose how everything is read
 _SECONDS = 1.0  # interval after which a mapped file in use is checked again
 
 

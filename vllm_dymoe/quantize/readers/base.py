@@ -70,7 +70,7 @@ class Reader:
         return self
 
     def of_layer(self, layer: int) -> "tuple[Reader, Reader]":
-        """Return the readers in whose formats a layer is packed: gate and up, down."""
+        """Return a layer's readers: the one of gate and up, and the one of down."""
         return self, self
 
     @property
@@ -122,7 +122,7 @@ class Reader:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """The identity of the format: two readers with equal ones read alike."""
+        """What identifies the format: readers with equal values read in the same way."""
         made = (self.make.func, self.make.args) if isinstance(self.make, partial) else (self.make,)
         return self.method, self.encoding, self.group_size, self.parts, self.asymmetric, self.act_order, made
 

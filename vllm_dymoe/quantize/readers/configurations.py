@@ -77,9 +77,9 @@ def make_reader(config: Config | None, modules: Sequence[ExpertModule] | None = 
             for projection in module.projections:
                 if readers.setdefault((module.layer, projection), reader) is not reader:
                     raise _several(found, "a layer's experts need one format for each projection")
-    # Tensor-parallel ranks get parts of stacks that vLLM cuts.
+    # vLLM cuts such stacks into parts for tensor-parallel ranks.
     if any(reader.ranks_take_groups for reader in found):
-        raise _several(found, "this model's experts of a layer come in one tensor, so they need one format")
+        raise _several(found, "in this model one tensor holds all experts of a layer, so they need one format")
     return MixedReader.of(readers)
 
 

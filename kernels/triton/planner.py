@@ -82,11 +82,9 @@ _OF_PLAN = (
 
 
 def program_of(width: int) -> tuple[int, int]:
-    """Return a program's warps, and the pairs that it compares at a time.
+    """Return the warps of a program, and the pairs that it compares at a time.
 
-    Its vectors are of ``width`` experts.
-
-    With four warps, vectors of 1024 experts would not fit into registers.
+    Its vectors have ``width`` experts. With four warps, vectors of 1024 experts would not fit into registers.
     """
     warps = WARPS * max(1, width // 512)
     return warps, min(width, _ELEMENTS_AT_ONCE * 32 * warps // width)
@@ -786,9 +784,9 @@ def weights_of(
 
 @triton.jit
 def _weight_at(weights, pair, inside, ON_INPUT: tl.constexpr):
-    """Return what outputs are multiplied with.
+    """Return what outputs are multiplied with, 0 where not inside.
 
-    That is the router's weight, or 1 if it multiplies inputs; 0 elsewhere.
+    It is the router's weight, or 1 if that multiplies inputs.
     """
     if ON_INPUT:
         return tl.where(inside, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Routing weights: of skipped experts, and on experts' inputs.
+"""Routing weights that skipped experts hand on, or that multiply experts' inputs.
 
 Both have the same bits wherever they are computed.
 """
@@ -23,9 +23,9 @@ def renormalized(weights: Tensor, absent: Tensor, elsewhere: Tensor) -> Tensor:
 
 
 def weighted_inputs(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the experts' inputs, a row for each pair, times the routing weights.
+    """Return the experts' inputs multiplied with routing weights.
 
-    Each product is rounded once: [tokens * top_k, hidden] in the dtype of x.
+    There is a row for each pair: [tokens * top_k, hidden] in the dtype of x. Each product is rounded once.
 
     Args:
         x: [tokens, hidden] bfloat16 or float16.

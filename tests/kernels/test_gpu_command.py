@@ -117,9 +117,9 @@ def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, sp
 @pytest.mark.parametrize(
     ("planted", "part", "check"),
     [
-        ("reused slot", "runtime", r"4 bits, prefetch none: .* minimum: 1 tokens of layer 0 have other bits"),
+        ("reused slot", "runtime", r"4 bits, prefetch none: .*: \d+ tokens of layer 0 have other bits"),
         ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so this check proves nothing"),
-        ("old input", "graphs", r"decode steps .* at 100%: .*: step 1, layer 0: other bits than launches at 100% give"),
+        ("old input", "graphs", r"decode steps at 100%: .*: step 1, layer 0: other bits than launches at 100% give"),
     ],
 )
 def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check):

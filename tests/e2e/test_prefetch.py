@@ -30,7 +30,7 @@ BUDGET = "25%"
 
 # At this rate the shipped model's experts take about a millisecond each, so there is time to hide: on a CPU from a
 # disk, and on an emulated card over its link.
-OPTIONS = {"high": 4, "expert_budget": BUDGET, "misses": "fetch", "disk_gbps": 0.03}
+OPTIONS = {"high": 4, "expert_budget": BUDGET, "misses": "fetch", "host_store": "file", "disk_gbps": 0.03}
 ON_DEVICE = {"high": 4, "expert_budget": BUDGET, "host_store": "pinned", "link_gbps": 0.03}
 
 

@@ -53,7 +53,7 @@ class DecodeSteps:
 
         Warm-up runs have no tokens.
         """
-        step, path, how = self._step, self.path, {"weights_on_input": layer.weights_on_input}
+        step, path, on_input = self._step, self.path, layer.weights_on_input
         if layer.expert_map is not None:
             self._experts = all_experts(layer.expert_map)
         if layer.meets:
@@ -64,16 +64,17 @@ class DecodeSteps:
             here = own_ids(layer.expert_map, gathered.ids)
             given = layer.position, gathered.x, gathered.weights, here, layer.activation
             if len(here) <= path.most_rows:
-                return gathered.combine(path.forward(*given, **how))
-            return gathered.combine(path.forward_large(*given, captured=capturing, **how))
+                return gathered.combine(path.forward(*given, weights_on_input=on_input))
+            return gathered.combine(path.forward_large(*given, captured=capturing, weights_on_input=on_input))
         rows, here = len(x), own_ids(layer.expert_map, ids)
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
         if rows <= path.most_rows and (plain or not self._is_large):
-            return path.forward(layer.position, x, weights, here, layer.activation, **how)
+            return path.forward(layer.position, x, weights, here, layer.activation, weights_on_input=on_input)
         if plain:
-            return path.forward_large(layer.position, x, weights, here, layer.activation, captured=capturing, **how)
+            given = layer.position, x, weights, here, layer.activation
+            return path.forward_large(*given, captured=capturing, weights_on_input=on_input)
         return self._run_large(layer, x, weights, ids, here)
 
     def _run_large(
@@ -86,8 +87,8 @@ class DecodeSteps:
         step, rows, path = self._step, len(x), self.path
         self._large = True
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
-        how = {"weights_on_input": layer.weights_on_input}
-        out = path.forward_large(layer.position, x, weights, here, layer.activation, marks, **how)
+        given = layer.position, x, weights, here, layer.activation, marks
+        out = path.forward_large(*given, weights_on_input=layer.weights_on_input)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
         if self._observation.observers:
             own = self._known(own)

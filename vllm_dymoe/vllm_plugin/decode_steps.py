@@ -80,9 +80,8 @@ class DecodeSteps:
                 self._everywhere[layer.position, :rows].copy_(ids)
             return path.forward(layer.position, x, weights, here, layer.activation, weights_on_input=on_input)
         if plain:
-            return path.forward_large(
-                layer.position, x, weights, here, layer.activation, captured=capturing, weights_on_input=on_input
-            )
+            given = layer.position, x, weights, here, layer.activation
+            return path.forward_large(*given, captured=capturing, weights_on_input=on_input)
         return self._run_large(layer, x, weights, ids, here)
 
     def _run_large(
@@ -95,9 +94,8 @@ class DecodeSteps:
         step, rows, path = self._step, len(x), self.path
         self._large = True
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
-        out = path.forward_large(
-            layer.position, x, weights, here, layer.activation, marks, weights_on_input=layer.weights_on_input
-        )
+        given = layer.position, x, weights, here, layer.activation, marks
+        out = path.forward_large(*given, weights_on_input=layer.weights_on_input)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
         if self._observation.observers:
             own = self._known(own)

@@ -1,4 +1,8 @@
-"""The kernel for experts in a GPU's memory, for steps that the host plans."""
+"""The GPU's kernels: which ways to compute this card uses, and launches by a plan that the host has made.
+
+A server makes its launches from the device's own plans (``large_batch_step.py``, ``decode.py``). Benchmarks and tests
+use those by a plan of the host, to look at single experts.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -2,7 +2,7 @@
 
 There are launches for lists, copies, and products of each row class.
 
-How an expert is computed depends on the number of its tokens, as with host-side planning (``plan.py``), so the bits
+How an expert is computed depends on the number of its tokens, as with a plan of the host (``plan.py``), so the bits
 are the same. A class without work in a group is a launch of programs that end at once; a class of more tokens than the
 step has is not launched.
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.engines import VOCABULARY
 
@@ -35,6 +36,7 @@ class Architecture:
     sizes: dict[str, Any]  # sizes that differ from the common ones
     written: dict[str, Any] = field(default_factory=dict)
     """Changes to config.json, where transformers writes other names than published checkpoints have."""
+    norms: tuple[str, ...] = ()  # weights of norms that vLLM asks for and transformers does not write
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
         """Write a random bf16 checkpoint, with the same weights every time.
@@ -50,6 +52,10 @@ class Architecture:
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
+        if self.norms:
+            tensors = load_file(folder / "model.safetensors")
+            ones = {name: torch.ones(_HIDDEN, dtype=torch.bfloat16) for name in self.norms}
+            save_file(tensors | ones, folder / "model.safetensors", {"format": "pt"})
         return folder
 
 

@@ -153,6 +153,7 @@ MORE = {
         "AXK1Config",
         _MOE | _MLA | {"q_lora_rank": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
         written={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        norms=("model.layers.0.post_mlp_layernorm.weight",),
     ),
     "dbrx": Architecture(
         "DbrxConfig",

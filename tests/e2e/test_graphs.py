@@ -26,7 +26,8 @@ def test_replayed_graphs_give_the_answers_of_the_model(tmp_path):
     model, options = ARCHITECTURES["glm-4-moe"].save(tmp_path / "model"), {"high": 16, "expert_budget": "50%"}
     with small_engine(model, options) as llm:
         eager = answers(llm, 0)
-    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": list(SIZES)}}
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": list(SIZES)}
+    graphs = {"enforce_eager": False, "compilation_config": compilation}
     with replayed_graphs() as seen, small_engine(model, options, **graphs) as llm:
         without = [answers(llm, seed) for seed in (0, 1)]
         assert (seen.captures, seen.replays) == ([], 0)

@@ -1,8 +1,10 @@
 """What pyproject.toml cannot say: the native library knows nothing of Python, so one wheel serves every version."""
 
 import os
+import runpy
+from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -15,7 +17,12 @@ class AnyPython(bdist_wheel):
 
 
 class PlainLibrary(build_ext):
-    """A library whose file name contains no Python version."""
+    """A library whose file name contains no Python version, and which knows the sources that it was built from."""
+
+    def build_extension(self, ext: Extension) -> None:
+        digest = runpy.run_path("kernels/sources.py")["digest"](Path("kernels/cpu"))
+        ext.define_macros.append(("SOURCES", f'"{digest}"'))
+        super().build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', os.sep)}.so"

@@ -19,6 +19,7 @@ import torch
 from vllm_dymoe.experts.encoding import Encoding
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
+from vllm_dymoe.kernels.sources import digest
 
 ISAS = {
     "AMX": (4, "AMX"),
@@ -34,6 +35,7 @@ the library, too. With AVX512 torch uses BF16 and AMX if the CPU has them. If to
 the library looks for NEON.
 """
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
+SOURCES = Path(__file__).parent / "cpu"
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
 READ, GATE_UP, DOWN = 0, 1, 2
 AFFINE, E2M1, E4M3, PLAIN, LATTICE = 0, 1, 2, 3, 4
@@ -162,7 +164,7 @@ class Library:
             *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl, MoeLayer)),
         ]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
-        if sizes != built:
+        if sizes != built or not _has_these_sources(library):
             raise OSError(
                 f"{path} was built from other sources; install vllm-dymoe again, or run make setup in a checkout."
             )
@@ -251,6 +253,19 @@ class Library:
         # A variable, because an address keeps nothing alive.
         block = Rounding(rows, columns, streams, *addresses, low_share)
         self._library.dymoe_round_block(ctypes.addressof(block), self.isa)
+
+
+def _has_these_sources(library: ctypes.CDLL) -> bool:
+    """Return whether a library was built from the sources next to it; True where that is not known.
+
+    A wheel has no sources, and a library that setup.py did not build does not know its own.
+    """
+    try:
+        library.dymoe_sources.restype = ctypes.c_char_p
+        known = library.dymoe_sources().decode()
+    except AttributeError:  # it is older than this function
+        return False
+    return not known or not SOURCES.is_dir() or known == digest(SOURCES)
 
 
 @cache

@@ -5,6 +5,7 @@ Nothing is downloaded.
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from vllm_dymoe.kernels import native
 
 SOURCE = Path(__file__).resolve().parent.parent / "tools" / "setup.py"
 # Replaces the environment's Python; recognizes pip and the import check by their command lines.
@@ -112,6 +115,18 @@ def test_a_clone_that_is_the_working_directory_finds_its_kernels():
         [sys.executable, "-c", code], cwd=SOURCE.parents[1], capture_output=True, text=True, check=True
     )
     assert Path(result.stdout.strip()) == SOURCE.parents[1] / "kernels" / "native.py"
+
+
+@pytest.mark.skipif(native.load() is None, reason="the native library was not built")
+def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    """With the library of before, a checkout that moved on gave wrong answers if no structure had changed its size."""
+    built = native.SOURCES.with_name("_cpu.so")
+    native.Library(built, "AVX2")
+    moved = shutil.copytree(native.SOURCES, tmp_path / "cpu")
+    (moved / "planner.h").write_text((moved / "planner.h").read_text() + "// another line\n")
+    monkeypatch.setattr(native, "SOURCES", moved)
+    with pytest.raises(OSError, match="other sources"):
+        native.Library(built, "AVX2")
 
 
 def test_a_source_distribution_has_every_header_of_the_native_library():

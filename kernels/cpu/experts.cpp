@@ -256,6 +256,11 @@ static void scale_row(const uint16_t* x, float weight, i64 hidden, i64 dtype, ui
 #include "cpu_queue.h"
 #include "moe_layer.h"
 
+#ifndef SOURCES
+#define SOURCES ""  // setup.py defines it
+#endif
+API const char* dymoe_sources() { return SOURCES; }
+
 API i64 dymoe_sizes(int which) {
     const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl), sizeof(MoeLayer)};
     return sizes[which];

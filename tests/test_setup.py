@@ -119,7 +119,7 @@ def test_a_clone_that_is_the_working_directory_finds_its_kernels():
 
 @pytest.mark.skipif(native.load() is None, reason="the native library was not built")
 def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
-    """With the library of before, a checkout that moved on gave wrong answers if no structure had changed its size."""
+    """A checkout that moved on gave wrong answers with the library of before."""
     built = native.SOURCES.with_name("_cpu.so")
     native.Library(built, "AVX2")
     moved = shutil.copytree(native.SOURCES, tmp_path / "cpu")

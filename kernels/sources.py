@@ -1,4 +1,7 @@
-"""Which sources the native library was built from; setup.py reads this file, so it imports nothing of ours."""
+"""Which sources the native library was built from.
+
+setup.py runs this file, so it imports nothing of ours.
+"""
 
 import hashlib
 from pathlib import Path

@@ -158,7 +158,7 @@ KINDS = {
 
 
 def bits_are_equal(name: str, kind: Kind) -> bool:
-    """Return whether the emulated card gives the bits of a CPU with every expert resident."""
+    """Return whether the emulated card gives the bits of a CPU."""
     given = options_of(name)
     budget, policy = given.pop("budget"), POLICIES[name](**given.pop("parameters", {}))
     everything = budget if POLICIES[name]().residency.migrating is not None else "100%"  # it serves what is resident

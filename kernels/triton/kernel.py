@@ -1,6 +1,6 @@
-"""The GPU's kernels: which ways to compute this card uses, and launches by a plan that the host has made.
+"""The GPU's kernels, and launches by a plan that the host has made.
 
-A server makes its launches from the device's own plans (``large_batch_step.py``, ``decode.py``). Benchmarks and tests
+The object says which ways to compute this card uses. A server makes its launches from the device's own plans (``large_batch_step.py``, ``decode.py``). Benchmarks and tests
 use those by a plan of the host, to look at single experts.
 """
 

@@ -258,7 +258,8 @@ class Library:
 def _has_these_sources(library: ctypes.CDLL) -> bool:
     """Return whether a library was built from the sources next to it.
 
-    True where that is not known: a wheel has no sources, and a library that setup.py did not build does not know its own.
+    True where that is not known: a wheel has no sources, and a library that setup.py did not build does not know its
+    own.
     """
     try:
         library.dymoe_sources.restype = ctypes.c_char_p

@@ -1,7 +1,8 @@
 """The GPU's kernels, and launches by a plan that the host has made.
 
-The object says which ways to compute this card uses. A server makes its launches from the device's own plans (``large_batch_step.py``, ``decode.py``). Benchmarks and tests
-use those by a plan of the host, to look at single experts.
+The object says which ways to compute this card uses. A server makes its launches from the device's own plans
+(``large_batch_step.py``, ``decode.py``). Benchmarks and tests use those by a plan of the host, to look at single
+experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -191,9 +191,10 @@ class FileStore(HostStore):
 
     @property
     def depth(self) -> int:
-        """One thread more than the disk's best number of concurrent reads.
+        """Number of threads that read; past the page cache two more than reads.
 
-        Each thread also verifies its bytes, so one more keeps the disk busy.
+        Reads at the same time are as many as the disk does best. Each thread also verifies its bytes, and
+        two more keep the disk busy meanwhile (benchmarks/LOG.md).
         """
         return self.reading.depth + 2 * self._direct
 

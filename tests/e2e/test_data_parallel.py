@@ -19,8 +19,8 @@ from tests.e2e.engines import (
     prompts,
     server_of,
 )
-from tests.e2e.test_server import free_port
 from tests.support.forked import FORKED
+from tests.support.ports import free_port
 from vllm_dymoe.cache.store import StoreError
 
 pytestmark = [pytest.mark.engine, needs_two_cores]
@@ -121,12 +121,14 @@ def engines(tmp_path_factory):
 
 
 def serve_two(folder, options, **settings):
-    port = free_port()
+    port = free_port(10)  # vLLM takes the next ones too
     with ProcessPoolExecutor(2, mp_context=FORKED) as pool:
         running = [pool.submit(serve, rank, port, folder, options, settings) for rank in (0, 1)]
         try:
             return [one.result(400) for one in running]
         except BaseException:
+            for process in pool._processes.values():
+                process.kill()  # the other engine would wait for this one
             print(*((folder / f"log-{rank}").read_text()[-6000:] for rank in (0, 1)), sep="\n----\n")
             raise
 

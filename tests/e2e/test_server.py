@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.engines import MODEL, prompts
 from tests.e2e.test_faults import cut, damaged
 from tests.support.forked import started
+from tests.support.ports import free_port
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.server.live import HEAT_BITS
@@ -27,12 +27,6 @@ from vllm_dymoe.server.live import HEAT_BITS
 pytestmark = pytest.mark.engine
 
 BIN = Path(sys.executable).parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_until_it_ends(command, **environment):

@@ -8,6 +8,7 @@ them up; then one program per list writes it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,6 +18,8 @@ from torch import Tensor
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
     add_to,
+    check_global_ids,
+    choose_on_gpu,
     count_pairs,
     ids_of,
     number_of,
@@ -39,11 +42,13 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
+    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, global_ids: Tensor | None = None,
+    start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run both planners of a large batch on the device, in four launches.
 
-    They are ``plan_small_batch`` and then ``plan_large_batch``.
+    They are ``plan_small_batch`` and then ``plan_large_batch``. If precision is chosen among the experts of all ranks,
+    two more launches do that first.
 
     Args:
         table: the tensors of a Table, by name.
@@ -59,21 +64,25 @@ def plan_large_batch_on_gpu(
         large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
         marks: int8 [tokens], marks of prompts' tokens, if the shape has them.
         disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
+        global_ids: see ``plan_small_batch``.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}
-    warps, at_once = program_of(width)
-    options, chunks = {"num_warps": warps}, {**sizes, "CHUNK": at_once}
-    parts = ids
-    if marks is not None:
-        heavy = (marks[:, None] > 1) & usable(weights)
-        parts = torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
-    counted = parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
-    start(count_kernel, (shape.chunks, 3 if shape.marked else 1), counted, chunks, options)
-    plan_small_batch_on_gpu(
-        table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
-    )
+    options = {"num_warps": program_of(width)[0]}
+    check_global_ids(table, global_ids)
+    if global_ids is not None:  # the only ones that marks matter for
+        everything = replace(shape, experts=table["critical"].shape[1] - 1)
+        counts = scratch.new_empty(everything.scratch)
+        _count(global_ids, weights, rows, counts, everything, marks, start)
+        choose_on_gpu(
+            table, layer, global_ids, ids, weights, rows, counts, chunks=shape.chunks, marked=marks is not None,
+            start=start,
+        )  # fmt: skip
+        marks = None
+    _count(ids, weights, rows, scratch, shape, marks, start)
+    marked = marks is not None
+    plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=marked, start=start)
     if disk_queue is not None:
         ask(disk_queue, layer, plan, start=start)
         take_sources(disk_queue, table, layer, plan, start=start)
@@ -94,6 +103,23 @@ def plan_large_batch_on_gpu(
     )  # fmt: skip
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer),
           sizes | {"ON_INPUT": shape.weights_on_input}, options)  # fmt: skip
+
+
+def _count(
+    ids: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, marks: Tensor | None,
+    start: Start,
+) -> None:  # fmt: skip
+    """Count the pairs of a step in one launch; with marks those of prompts and of heavy hitters as well."""
+    parts, width = ids, experts_width(shape.experts)
+    if marks is not None:
+        heavy = (marks[:, None] > 1) & usable(weights)
+        parts = torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
+    warps, at_once = program_of(width)
+    start(
+        count_kernel, (shape.chunks, 1 if marks is None else 3),
+        (parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted),
+        {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width, "CHUNK": at_once}, {"num_warps": warps},
+    )  # fmt: skip
 
 
 @triton.jit(

@@ -88,16 +88,16 @@ class TritonLargeBatch:
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
-        marks: Tensor | None,
+        marks: Tensor | None, global_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Plan the step in four launches.
+        """Plan the step in four launches, or six; see ``plan_large_batch_on_gpu``.
 
         Hidden states and unweighted outputs are allocated.
         """
         self._parity = layer % 2
         plan_large_batch_on_gpu(
             self._table(layer), layer, ids, weights, rows, self._plan, self.shape, half, ahead, self._steps,
-            vars(self._lists[self._parity]), marks, self._disk_queue,
+            vars(self._lists[self._parity]), marks, self._disk_queue, global_ids=global_ids,
         )  # fmt: skip
         inputs = weighted_inputs(x, weights) if self.shape.weights_on_input else x
         self._x = rotated_inputs(inputs, self._rotation)

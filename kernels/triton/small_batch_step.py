@@ -1,6 +1,7 @@
 """A decode step of one MoE layer in three launches without the host.
 
-They are plan, gate and up, down. Lattice codes need a fourth launch that rotates their inputs. Everything that changes
+They are plan, gate and up, down. Lattice codes need a fourth launch that rotates their inputs, and a rank that chooses
+precision among the experts of all ranks one before the plan. Everything that changes
 from step to step is in tensors at fixed addresses, so a CUDA graph can capture the step.
 """
 
@@ -64,6 +65,7 @@ class SmallBatchStep:
         device_queue: DeviceQueue | None = None,
         *,
         weights_on_input: bool = False,
+        global_ids: Tensor | None = None,
         start: Start = run_kernel,
     ) -> None:
         """Compute out[token] = weighted sum over the token's experts, zero without any.
@@ -82,6 +84,7 @@ class SmallBatchStep:
             device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
                 fetched.
             weights_on_input: weights multiply the experts' inputs, which are made by torch first.
+            global_ids: see ``plan_small_batch``.
             start: launch, or only compile.
 
         Raises:
@@ -94,7 +97,7 @@ class SmallBatchStep:
             raise ValueError(f"{tokens} tokens of {top_k} experts need {needed} bytes, but {held} are held")
         plan_small_batch_on_gpu(
             table, layer, ids, weights, rows, plan, on_cpu=device_queue is not None, weights_on_input=weights_on_input,
-            start=start,
+            global_ids=global_ids, start=start,
         )  # fmt: skip
         if self.disk_queue is not None:
             ask(self.disk_queue, layer, plan, start=start)

@@ -40,7 +40,7 @@ class LargeBatchStep(Protocol):
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
-        marks: Tensor | None,
+        marks: Tensor | None, global_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Plan a layer, and list its groups and copies.
 
@@ -49,6 +49,7 @@ class LargeBatchStep(Protocol):
             half: 0 or 1, the half of the staging slots that the first streamed group uses.
             ahead: LOW or HIGH to copy one more group, of the next layer's experts in that version; 0 for none.
             marks: int8 [tokens], see :meth:`LargeBatches.forward`, or None.
+            global_ids: int [tokens, top_k], see ``plan_small_batch``, or None.
         """
         ...
 
@@ -123,6 +124,7 @@ class LargeBatches:
         *,
         captured: bool = False,  # the launches are captured in a graph
         weights_on_input: bool = False,  # weights multiply the experts' inputs, not their outputs
+        global_ids: Tensor | None = None,  # see ``plan_small_batch``
     ) -> Tensor:
         """Enqueue one layer.
 
@@ -143,7 +145,7 @@ class LargeBatches:
         follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
         foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
-        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
+        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks, global_ids)
         if self._count is not None:
             self._count(layer, step.ids, weights)
         if not shape.streamed_groups:
@@ -199,7 +201,8 @@ class LargeBatches:
 
         This covers launches in graphs and plain launches.
         """
-        told = {"weights_on_input": weights_on_input}
+        told: dict[str, Any] = {"weights_on_input": weights_on_input}
+        told["global_ids"] = ids if self._table.all_experts else None
         for captured in (False, True):
             for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
                 self.forward(layer, x, weights, ids, activation, marks, captured=captured, **told)

@@ -127,7 +127,7 @@ def test_both_engines_choose_precision_as_one_with_all_experts(memory_store, gro
             run(rank, group, seed, tokens, rows, others, second=bool(second))
         parts = []
         for number, (real, count) in enumerate(((tokens, rows), others)):
-            x, weights, ids = step_of(seed + 50 * number, count, one.experts)
+            x, weights, ids = step_of(seed + 50 * number, count, both[0].server.experts)
             parts.append((x, weights, torch.where(torch.arange(count)[:, None] < real, ids, -1)))
         x, weights, ids = map(torch.cat, zip(*parts, strict=True))
         for layer in range(2):

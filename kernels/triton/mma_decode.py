@@ -16,7 +16,9 @@ from vllm_dymoe.kernels.triton.in_gluon import barrier, in_gluon
 from vllm_dymoe.kernels.triton.mma_codes import only, spread_layout
 from vllm_dymoe.kernels.triton.mma_rows import mma_products
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, down_rotation
+from vllm_dymoe.kernels.triton.start import Overlap
 
+_AT_START, _WHOLE = gl.constexpr(int(Overlap.START)), gl.constexpr(int(Overlap.WHOLE))
 _add_experts, _arrives_last = in_gluon(decode.add_experts), in_gluon(decode.arrives_last)
 _fetch_two, _lower, _write_zeros = in_gluon(decode._fetch_two), in_gluon(decode._lower), in_gluon(decode._write_zeros)
 _fetch_share, _fetch_residual = in_gluon(fetch.fetch_share), in_gluon(fetch.fetch_residual)
@@ -50,12 +52,17 @@ def mma_gate_up_kernel(
     WARPS: gl.constexpr,
     MOST: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Compute hidden states: activation(gate x[row]) * up x[row].
 
     The result goes to hidden[position]; see decode.gate_up_kernel. MOST is 16 if an item may have more than eight
-    positions, else 8. DEPENDENT: the next launch may begin as soon as all programs of this one have.
+    positions, else 8. OVERLAP: see start.Overlap. DEPENDENT: the next launch, down, may begin as soon as all programs
+    of this one have got here. It reads the plan before it waits, so with an overlap at the start programs first wait
+    for the planner.
     """
+    if OVERLAP == _AT_START:
+        gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
     item = gl.program_id(1)
@@ -81,6 +88,8 @@ def mma_gate_up_kernel(
             x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first, last,
             ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 8, SPLIT, WARPS,
         )  # fmt: skip
+    if OVERLAP == _WHOLE:  # also in programs without positions
+        gdc_wait()
 
 
 @gluon.jit

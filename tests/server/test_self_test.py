@@ -130,11 +130,11 @@ VARIANTS = list(product(reversed(Decode), reversed(Grouped)))
 
 
 @pytest.mark.parametrize("fastest", VARIANTS)
-@pytest.mark.parametrize("broken", range(1 << len(VARIANTS)))
+@pytest.mark.parametrize("broken", range(len(VARIANTS) + 1))
 def test_the_fastest_kernels_that_pass_are_used(broken, fastest, monkeypatch):
     """Where none does, nothing is served, and the sentence is for a bug report."""
-    tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
     some = [v for v in VARIANTS if v[0] <= fastest[0] and v[1] <= fastest[1]]
+    tried, said, wrong = [], [], some[:broken]
 
     def found(*given, decode, grouped, kept):
         tried.append((decode, grouped))

@@ -39,7 +39,8 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _WAYS = {
     Decode.PLAIN: "without tensor cores",
     Decode.TENSOR_CORES: "on tensor cores",
-    Decode.DEPENDENT: "on tensor cores by launches that depend on each other",
+    Decode.DEPENDENT: "on tensor cores, where down overlaps gate and up",
+    Decode.CHAINED: "on tensor cores, where each launch overlaps the one before it",
 }
 _GROUPED = {
     Grouped.PLAIN: "by way of shared memory",

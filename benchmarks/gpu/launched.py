@@ -169,6 +169,7 @@ class Ran:
         out: outputs of the tokens or pairs, in the launch's dtype.
         x: inputs of the tokens.
         expert: the computed expert.
+        packed: addresses of the expert's sections.
         planned: addresses that a planner writes: addresses, destinations, bits, work list and rows.
         written: addresses that launches write: hidden states, outputs, partial sums and semaphores.
     """
@@ -177,6 +178,7 @@ class Ran:
     out: torch.Tensor
     x: torch.Tensor
     expert: PackedExpert
+    packed: list[range]
     planned: list[range]
     written: list[range]
 
@@ -256,7 +258,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
         error = torch.inf
     planned = *table.places, table.bits, first.items, work.items, index
     written = hidden, out, scratch.partials, scratch.semaphores
-    at = [[range(memory.place(t), memory.place(t) + t.nbytes) for t in some] for some in (planned, written)]
+    listed = packed, planned, written
+    at = [[range(memory.place(t), memory.place(t) + t.nbytes) for t in some] for some in listed]
     return Ran(error, got, x, expert, *at)
 
 

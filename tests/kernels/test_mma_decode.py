@@ -144,17 +144,18 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
     assert not host.ran(host.Launch(STEPS[4], 1, tensor_cores=8), host.Host(90, changed)).error < host.TOLERANCE
 
 
-def ordered(host, kernel, overlap, changed=str):
+def ordered(host, kernel, overlap, changed=str, **options):
     """Return the order of a kernel's accesses, and what of its early ones is written by the launch before.
 
     A planner is the launch before gate and up, and gate and up are the one before down.
     """
+    options = {**host.SHARED, "dependent": True, "overlap": overlap, **options}
 
     def fault(ptx):
         return changed(ptx) if f".entry {kernel}_kernel" in ptx else ptx
 
     memory = host.Host(90, fault)
-    ran = host.ran(host.Launch(STEPS[4], 3, **host.SHARED, tensor_cores=8, dependent=True, overlap=overlap), memory)
+    ran = host.ran(host.Launch(STEPS[4], 3, tensor_cores=8, **options), memory)
     assert ran.error < host.TOLERANCE
     order, written = memory.order[kernel], ran.written if kernel == "mma_down" else ran.planned
     return order, {at for at in order.early for some in written if at in some}
@@ -182,6 +183,19 @@ def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(hos
     assert order.waits
     assert not early
     assert ordered(host, "mma_down", Overlap.NONE, no_wait)[1], "a wait that is missing is not seen"
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(3, 8), (11, 16)])
+def test_down_loads_codes_of_resident_experts_before_gate_and_up_have_ended(host, tokens, most):
+    memory = host.Host(90)
+    launch = host.Launch(NESTED[4], tokens, split=2, weighted=True, tensor_cores=most, dependent=True)
+    ran = host.ran(launch, memory)
+    assert ran.error < host.TOLERANCE
+    order = memory.order["mma_down"]
+    assert order.waits
+    for section in ran.packed:
+        assert any(at in section for at in order.early)
+    assert not any(at in some for some in ran.written for at in order.early)
 
 
 def test_gate_and_up_access_nothing_before_their_plan_is_complete(host):

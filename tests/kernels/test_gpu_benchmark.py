@@ -257,7 +257,7 @@ def test_a_launch_that_another_one_overlaps_lets_it_begin(variants, kernel):
     counts = []
     for architecture in (80, 90):
         ptx = compiled_ptx(next(one for one in variants.variants(architecture) if one.kernel == kernel))
-        counts.append([ptx.count(f"griddepcontrol.{name};") for name in ("launch_dependents", "wait")])
+        counts.append([ptx.count(f"griddepcontrol.{name}") for name in ("launch_dependents", "wait")])
     assert counts == [[0, 0], [1, 0]]
 
 

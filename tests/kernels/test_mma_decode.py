@@ -179,10 +179,10 @@ def wait_in_first_item(ptx):
 
 
 def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(host):
-    order, early = ordered(host, "mma_down", Overlap.NONE)
+    order, early = ordered(host, "mma_down", Overlap.START)
     assert order.waits
     assert not early
-    assert ordered(host, "mma_down", Overlap.NONE, no_wait)[1], "a wait that is missing is not seen"
+    assert ordered(host, "mma_down", Overlap.START, no_wait)[1], "a wait that is missing is not seen"
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(3, 8), (11, 16)])

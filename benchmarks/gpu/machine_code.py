@@ -55,10 +55,10 @@ def product_loops(variant: Variant) -> list[tuple[int, int]]:
 
 
 def accesses_before_waiting(variant: Variant) -> int:
-    """Return the number of instructions that access memory before the wait for the previous launch.
+    """Return how often memory is accessed before the wait for the previous launch.
 
-    They are counted in the machine code of a variant that waits at its start, to which the compilers may have moved
-    loads.
+    Instructions are counted in the machine code of a variant that waits at its start, to which the compilers may have
+    moved loads.
 
     Raises:
         ValueError: it does not wait.

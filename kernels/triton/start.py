@@ -19,11 +19,11 @@ num_stages, maxnreg, launch_pdl and enable_fp_fusion where they differ from thei
 
 
 class Overlap(IntEnum):
-    """How a launch overlaps the one before it in the stream (programmatic dependent launch, from sm_90 on).
+    """How a launch overlaps the one before it in the stream.
 
-    The earlier launch says in its program from when on the later one may begin; everything before it has ended by then.
-    The later one has to wait for its end in every program: a launch that ends without waiting would let the next one
-    begin while the earlier one still runs.
+    This is programmatic dependent launch, from sm_90 on. The earlier launch says in its program from when on the later
+    one may begin; everything before it has ended by then. The later one has to wait for its end in every program: a
+    launch that ends without waiting would let the next one begin while the earlier one still runs.
     """
 
     NONE = 0  # it begins when the launch before has ended

@@ -145,8 +145,9 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
 
 
 def ordered(host, kernel, overlap, changed=str, **options):
-    """Return the order of a kernel's accesses, and what of its early ones is written by the launch before.
+    """Return the order of a kernel's accesses, and its early ones that are wrong.
 
+    These are of what the launch before writes.
     A planner is the launch before gate and up, and gate and up are the one before down.
     """
     options = {**host.SHARED, "dependent": True, "overlap": overlap, **options}
@@ -290,7 +291,7 @@ def test_a_step_takes_the_kernels_for_its_largest_expert(counts, most):
 
 
 class Enqueued(TorchDispatchMode):
-    """Note what a step enqueues: launches of kernels, and operations of torch that compute."""
+    """Note what a step enqueues: kernels, and operations of torch that compute."""
 
     def __init__(self):
         super().__init__()

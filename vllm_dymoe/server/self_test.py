@@ -237,9 +237,9 @@ def _run(
 
 
 def _misses(options: Options, activations: Sequence[Activation]) -> tuple[Literal["fetch", "compute"], ...]:
-    """Return the ways to serve misses that are tested: also by the CPU, if the start may have it compute some.
+    """Return the ways to serve misses that are tested.
 
-    The CPU supports one activation function.
+    The CPU computes them, too, if the start may have it compute some. It supports one activation function.
     """
     may = options.misses != "fetch" and len(activations) == 1 and native.load() is not None
     return ("fetch", "compute") if may else ("fetch",)

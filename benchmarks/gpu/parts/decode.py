@@ -159,7 +159,7 @@ def _measure_steps(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, budget: str, ways: Sequence[Decode],
     *, misses: str = "fetch", prefetch: str = "none",
 ) -> None:  # fmt: skip
-    """Measure device-planned decode steps of several ways to decode, each as one graph.
+    """Measure device-planned decode steps in several ways, each as one graph.
 
     All ways on tensor cores have to give the same bits, layer by layer, in steps with the same inputs, launched and as
     a graph.

@@ -109,7 +109,10 @@ def _count(
     ids: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, marks: Tensor | None,
     start: Start,
 ) -> None:  # fmt: skip
-    """Count the pairs of a step in one launch; with marks those of prompts and of heavy hitters as well."""
+    """Count the pairs of a step in one launch.
+
+    With marks those of prompts and of heavy hitters are counted as well.
+    """
     parts, width = ids, experts_width(shape.experts)
     if marks is not None:
         heavy = (marks[:, None] > 1) & usable(weights)

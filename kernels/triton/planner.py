@@ -185,7 +185,7 @@ def plan_small_batch_on_gpu(
 
 
 def check_global_ids(table: Mapping[str, Tensor], global_ids: Tensor | None) -> None:
-    """Raise ValueError if ids of all ranks are missing where they are read, or given where they are not."""
+    """Raise ValueError if ids of all ranks are missing, or given but not read."""
     if (global_ids is None) != (len(table["chosen"]) == 0):
         raise ValueError(GLOBAL_IDS)
 
@@ -194,9 +194,9 @@ def choose_on_gpu(
     table: Mapping[str, Tensor], layer: int, global_ids: Tensor, ids: Tensor, weights: Tensor, rows: Tensor,
     scratch: Tensor | None = None, *, chunks: int = 0, marked: bool = False, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Choose the precision of a step's experts among those of all ranks, in one launch.
+    """Choose the precision of a step's experts among those of all ranks.
 
-    Writes ``Table.chosen`` and moves the thresholds.
+    One launch, which writes ``Table.chosen`` and moves the thresholds.
 
     Args:
         table: the tensors of a Table, by name.

@@ -134,7 +134,10 @@ def everything(rank, llm, together, *, balanced):
 
 
 def choices(rank, llm, together, *, balanced):
-    """Return :func:`precisions` by the way in which high experts are chosen, while two requests run on each engine."""
+    """Return :func:`precisions` after two requests on each engine.
+
+    There is one result for each way to choose high experts.
+    """
     result = {}
     for high_by in ("threshold", "equal"):
         llm.collective_rpc(choose_otherwise, args=(high_by,))
@@ -246,7 +249,7 @@ def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alo
 
 
 def test_retention_holds_over_the_experts_of_two_engines(tmp_path):
-    """The device of each chooses among the experts of both, so both have the same threshold."""
+    """Each device chooses among all experts, so both have the same threshold."""
     retention = 0.25
     options = {"policy": "dymoe", "expert_budget": "50%", "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
     options["policy_options"] = {"retention": retention, "look_ahead": 0}

@@ -156,7 +156,10 @@ def test_any_steps_give_the_rows_that_the_host_keeps(
 @pytest.mark.parametrize("high_by", ["threshold", "depth"])
 @pytest.mark.parametrize("marked", [False, True])
 def test_ranks_together_choose_what_one_with_all_experts_chooses(high_by, marked):
-    """Choosing alone, eight ranks would keep one expert each high: .67 of the active ones at a retention of .25."""
+    """Choosing alone, each of eight ranks would keep at least one expert high.
+
+    That is .67 of the active ones at a retention of .25.
+    """
     ranks, experts, policy = 8, 64, Dymoe(retention=0.25, high_by=high_by, reuse_high=False)
     own = experts // ranks
     (one,), each = (

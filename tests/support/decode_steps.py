@@ -47,7 +47,7 @@ RANKS = {"alone": None, "with others": numbers_of(30), "with copies": numbers_of
 
 
 def own_ids(numbers, ids):
-    """Return a rank's numbers of some choices; ids of no expert stay outside of its own."""
+    """Return a rank's numbers of some choices; ids of no expert stay invalid."""
     inside = (ids >= 0) & (ids < len(numbers))
     return torch.where(inside, numbers[ids.clamp(0, len(numbers) - 1).long()], ids.clamp(-2, len(numbers)))
 

@@ -168,7 +168,10 @@ class Table:
 
     @property
     def all_experts(self) -> int:
-        """Number of experts of all ranks, among which precision is chosen; 0 to choose among this rank's."""
+        """Number of experts of all ranks, among which precision is chosen.
+
+        It is 0 if precision is chosen among this rank's.
+        """
         return int(self.critical.shape[1]) - 1 if len(self.chosen) else 0
 
     def at(self, layer: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def run(monkeypatch):
 
 def test_right_kernels_pass(run):
     found = run()
-    assert (found.failure, found.steps) == ("", 3)
+    assert (found.failure, found.steps) == ("", 4)
 
 
 def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):

@@ -114,12 +114,11 @@ class TritonLargeBatch:
 
     def copy(self, group: int) -> None:
         """Copy a group's experts in one launch."""
-        spans = self._lists[self._parity].spans
-        self._launches.run(("copy", self._parity, group), self._given, partial(self._copy, spans, group))
+        self._launches.run(("copy", self._parity, group), self._given, self._copy, group)
 
     def compute(self, group: int) -> None:
         """Compute a group in two launches for each class of experts."""
-        self._launches.run(group, self._given, partial(self._compute, group))
+        self._launches.run(group, self._given, self._compute, group)
 
     def finish(self) -> Tensor:
         """Sum each token's experts in one launch."""
@@ -136,8 +135,8 @@ class TritonLargeBatch:
             self._steps, lists, given.get("parts"), self._disk_queue, start=start,
         )  # fmt: skip
 
-    def _copy(self, spans: Tensor, group: int, start: Start) -> None:
-        copy_spans(spans[self.shape.spans(group)], start=start)
+    def _copy(self, group: int, start: Start) -> None:
+        copy_spans(self._lists[self._parity].spans[self.shape.spans(group)], start=start)
 
     def _compute(self, group: int, start: Start) -> None:
         given, tiles, experts, shape = self._given.tensors, self._tiles, self._experts, self.shape

@@ -17,6 +17,7 @@ Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], 
 num_stages, maxnreg, launch_pdl and enable_fp_fusion where they differ from their own choice and True)"""
 
 _THREADS = 8
+_STREAM = 3  # place of the stream among the arguments of a compiled kernel's launcher, after the grid
 _FUSED = {"enable_fp_fusion": True}
 
 
@@ -119,8 +120,8 @@ class PreparedLaunch:
         named = (given.name_of(value, name) for value, name in zip(tensors, kernel.arg_names, strict=False))
         self._changing = [(place, name) for place, name in enumerate(named) if name is not None]
         self._grid, self._run = (*grid, 1, 1)[:3], cast("Any", None)
-        self._compiled: tuple[Any, ...] = ()
-        self._arguments: list[Any] = []
+        self._bound: list[Any] = []  # what the compiled kernel's launcher takes
+        self._places: list[tuple[int, str]] = []  # of changing arguments among them
 
     @property
     def compiled(self) -> bool:
@@ -137,18 +138,20 @@ class PreparedLaunch:
 
     def again(self, addresses: Mapping[str, int], stream: int) -> None:
         """Launch the compiled kernel on a stream, whose handle is given."""
-        arguments = self._arguments
-        for place, name in self._changing:
-            arguments[place] = addresses[name]
-        # As JITFunction.run ends, in Triton 3.6 to 3.9, without hooks.
-        self._run(*self._grid, stream, *self._compiled, *arguments)
+        bound = self._bound
+        bound[_STREAM] = stream
+        for place, name in self._places:
+            bound[place] = addresses[name]
+        self._run(*bound)
 
     def _keep(self, compiled: Any) -> None:
         fixed = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in self._tensors]
         names = self._kernel.arg_names[len(fixed) :]
         if self._constants.keys() >= set(names):  # others have defaults, which JITFunction.run adds
-            self._arguments = fixed + [self._constants[name] for name in names]
-            self._compiled = compiled.function, compiled.packed_metadata, None, None, None
+            # As JITFunction.run ends, in Triton 3.6 to 3.9, without hooks.
+            bound = [*self._grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+            self._places = [(len(bound) + place, name) for place, name in self._changing]
+            self._bound = bound + fixed + [self._constants[name] for name in names]
             self._run = compiled.run
             for place, _ in self._changing:
                 self._tensors[place] = 0  # activations of the first run are not kept alive
@@ -159,27 +162,34 @@ class Repeated:
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[Hashable, int], list[PreparedLaunch]] = {}
+        self._compiled: dict[tuple[Hashable, int], list[PreparedLaunch]] = {}  # those that are compiled
 
-    def run(self, name: Hashable, given: Given, launch: Callable[[Start], None]) -> None:
+    def run(self, name: Hashable, given: Given, launch: Callable[..., None], *arguments: Any) -> None:
         """Make a sequence's launches on the current stream.
 
         Args:
             name: of the sequence.
             given: what differs from the last time.
-            launch: makes the launches by calling its argument. It is called once for each name and kind of arguments.
+            launch: makes the launches by calling the argument ``start``. It is called once for each name and kind of
+                arguments.
+            arguments: further arguments of ``launch``.
         """
-        launches = self._prepared.get((name, given.kind))
-        if launches is None:
-            launches = self._prepared[name, given.kind] = []
-            launch(lambda *arguments: launches.append(PreparedLaunch(*arguments, given)))
-        stream = None
+        key = name, given.kind
+        if (compiled := self._compiled.get(key)) is not None:
+            stream, addresses = _current_stream(), given.addresses
+            for prepared in compiled:
+                prepared.again(addresses, stream)
+            return
+        if (launches := self._prepared.get(key)) is None:
+            launches = self._prepared[key] = []
+            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given)))
         for prepared in launches:
             if prepared.compiled:
-                if stream is None:
-                    stream = _current_stream()
-                prepared.again(given.addresses, stream)
+                prepared.again(given.addresses, _current_stream())
             else:
                 prepared.first(given)
+        if all(prepared.compiled for prepared in launches):
+            self._compiled[key] = launches
 
 
 def _memory_of(tensor: Tensor) -> int:

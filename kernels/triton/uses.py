@@ -3,8 +3,6 @@
 Plain twin, bit for bit: ``vllm_dymoe.cache.device_table.count_uses``.
 """
 
-from functools import partial
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,11 +27,11 @@ class CountUses:
 
     def __call__(self, uses: Tensor, precision: Tensor, layer: int, ids: Tensor, weights: Tensor) -> None:
         given = Given({"uses": uses, "precision": precision, "ids": ids, "weights": weights}, {"layer": layer})
-        self._launches.run(len(ids), given, partial(count_uses_on_gpu, uses, precision, layer, ids, weights))
+        self._launches.run(len(ids), given, count_uses_on_gpu, uses, precision, layer, ids, weights)
 
 
 def count_uses_on_gpu(
-    uses: Tensor, precision: Tensor, layer: int, ids: Tensor, weights: Tensor, start: Start = run_kernel
+    uses: Tensor, precision: Tensor, layer: int, ids: Tensor, weights: Tensor, *, start: Start = run_kernel
 ) -> None:
     """Count a layer's choices.
 

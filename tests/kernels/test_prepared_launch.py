@@ -46,7 +46,7 @@ def given(layer=0, dtype=torch.bfloat16, first=0):
 def launch_of(kernel, values, x=None):
     """Return a function that launches the kernel, as Repeated calls it."""
     tensors = values.tensors["x"] if x is None else x, values.tensors["out"]
-    return lambda start: start(kernel, GRID, (*tensors, WORK, values.numbers["layer"], 5), CONSTANTS, OPTIONS)
+    return lambda *, start: start(kernel, GRID, (*tensors, WORK, values.numbers["layer"], 5), CONSTANTS, OPTIONS)
 
 
 def run(repeated, kernel, values, name="a", **others):

@@ -156,7 +156,8 @@ class LargeBatches:
             step.compute(RESIDENT)
             return step.finish()
         self._groups += shape.streamed_groups + 1  # the last group is the next layer's
-        self._pending, last = None, shape.groups + (ahead > 0)
+        groups = shape.groups
+        self._pending, last = None, groups + (ahead > 0)
         kept = None
         with branch.fork():
             if self._keeps:
@@ -170,7 +171,7 @@ class LargeBatches:
             branch.join(coming)
         if self._keeps or pending is not None:
             step.compute(RESIDENT)
-        for group in range(STREAMED, shape.groups):
+        for group in range(STREAMED, groups):
             # The fork waits for everything enqueued by now, so a half is refilled only after its last reader.
             following, more = None, group + 1 < last
             if more and self._overlaps:

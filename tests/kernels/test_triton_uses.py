@@ -16,7 +16,7 @@ def test_counts_are_the_twins(tokens, top_k):
     generator = torch.Generator().manual_seed(tokens)
     precision = torch.randint(0, 3, (LAYERS, EXPERTS), generator=generator).to(torch.int8)
     uses = torch.zeros(3 * (LAYERS * EXPERTS + 1), dtype=torch.int64)
-    found, count = uses.to(DEVICE), CountUses()
+    found, count = uses.to(DEVICE, copy=True), CountUses()
     for layer in range(LAYERS):
         ids = torch.randint(-1, EXPERTS, (tokens, top_k), generator=generator, dtype=torch.int32)
         weights = torch.randn(tokens, top_k, generator=generator).softmax(1)

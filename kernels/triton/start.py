@@ -181,8 +181,9 @@ class Repeated:
                 prepared.again(addresses, stream)
             return
         if (launches := self._prepared.get(key)) is None:
-            launches = self._prepared[key] = []
-            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given)))
+            launches = []
+            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given=given)))
+            self._prepared[key] = launches  # not if the function refused its arguments
         for prepared in launches:
             if prepared.compiled:
                 prepared.again(given.addresses, _current_stream())

@@ -212,11 +212,10 @@ class LargeBatches:
         Args:
             x: more rows than a small batch has, and as many as :func:`crowded_tokens`.
         """
-        told = {"weights_on_input": weights_on_input}
         for captured, rows in product((False, True), {SMALL_BATCH_ROWS + 1, len(x)}):
             given = layer, x[:rows], weights[:rows], ids[:rows], activation
             for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
-                self.forward(*given, marks, captured=captured, **told)
+                self.forward(*given, marks, captured=captured, weights_on_input=weights_on_input)
                 self.settle()
         self._captured.clear()
 

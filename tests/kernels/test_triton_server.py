@@ -5,16 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.executor.device_planned import KINDS, decode, device_planned_server, run_device_planned, store_of
+from tests.executor.device_planned import (
+    KINDS,
+    decode,
+    device_planned_server,
+    run_device_planned,
+    run_large_batch,
+    store_of,
+)
 from tests.executor.steps import ByNumber, make_server, random_step, run, with_budget
 from tests.kernels.sections import DEVICE, TOLERANCE, relative_error
 from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
+from tests.support.decode_steps import numbers_of, own_ids
 from tests.support.memory_writer import MemoryWriter
 from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.experts.encoding import E8, FP8, NVFP4, PLAIN
 from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import DownFormat, ModelExperts
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import TritonKernel, large_batch_step
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
 from vllm_dymoe.kernels.triton.tiles import EVERY, Tiles
@@ -163,6 +172,31 @@ def test_steps_with_predictions_have_the_bits_of_steps_without(on_triton, nested
     stats = server.stats()
     assert stats.predictions["correct"] > 0
     assert stats.prefetches["useful"] > 0
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "depth"])
+def test_a_rank_chooses_among_the_experts_of_all_as_on_the_emulated_card(memory_store, monkeypatch, high_by):
+    """Launches of large batches are repeated with other tensors."""
+    numbers = numbers_of(12, 6)
+
+    def table_after_steps():
+        policy = Dymoe(retention=0.5, high_by=high_by, reuse_high=False)
+        server = device_planned_server(memory_store, "50%", policy, all_experts=len(numbers))
+        server.small_batches.warm_up(Activation.SILU)
+        for seed, tokens in enumerate((1, 3, 40, 40, 2, 40, 40, 40)):
+            x, weights, _ = random_step(seed, tokens, server.experts)
+            chance = torch.rand(tokens, len(numbers), generator=torch.Generator().manual_seed(seed))
+            ids = chance.topk(2).indices.int()
+            run_step = decode if tokens <= 16 else run_large_batch
+            run_step(server, seed // 2 % 2, x, weights, own_ids(numbers, ids), global_ids=ids)
+        return server.cache.device_table.table, server.small_batches.kernel
+
+    want, _ = table_after_steps()
+    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+    found, kernel = table_after_steps()
+    assert isinstance(kernel, TritonKernels)
+    for name in ("threshold", "chosen", "precision", "score", "step"):
+        assert torch.equal(getattr(found, name), getattr(want, name)), name
 
 
 def test_rows_without_an_expert_are_zero(memory_store, on_triton):

@@ -219,8 +219,7 @@ class LargeBatches:
             # Not the same tensor: prepared launches tell their arguments apart by their memory.
             global_ids = ids[:rows].clone() if self._table.all_experts else None
             for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
-                told = {"captured": captured, "weights_on_input": weights_on_input}
-                self.forward(*given, marks, global_ids=global_ids, **told)
+                self.forward(*given, marks, captured=captured, weights_on_input=weights_on_input, global_ids=global_ids)
                 self.settle()
         self._captured.clear()
 

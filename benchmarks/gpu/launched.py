@@ -5,7 +5,6 @@ compiler does. Once, ``up = gate`` before a loop that moves ``up`` to ``gate`` m
 constant, and decoded experts gave zeros.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flow import Program, Value
+from flow import Program
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
@@ -45,31 +44,31 @@ class Launched(Program):
     """One program of a launch, at its place in the grid.
 
     The programs before it have ended.
+
+    Attributes:
+        early: global addresses that are used before the wait for the previous launch; None if they are not collected.
     """
 
-    def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
-        super().__init__(ptx, memory, arguments, threads)
-        self.early, self._waited = set[int](), False  # global addresses that are used before the wait
+    def __init__(
+        self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int], waits: bool
+    ) -> None:
+        super().__init__(ptx, memory, arguments, threads, traced=False)
+        self.early = set[int]() if waits else None
         for name, number in zip("xyz", (*place, 0), strict=False):
-            self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
+            self._registers[f"%ctaid.{name}"] = self._only(np.full(threads, number, np.uint64))
+        self._waited = not waits
 
     def _wait(self) -> None:
         self._waited = True
 
-    def _set(self, text: str, value: Value, active: Any) -> None:
-        none = self._nothing.bits  # no trees: only numbers matter here
-        super()._set(text, Value(value.bits, none, none), active)
-
-    def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
+    def _execute(self, words: tuple[str, ...], operands: list[str], active: Any) -> None:
         if not self._waited and "global" in words and active.any():
-            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
-            self.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
+            self.early.update(self._address(operands[words[0] != "st"])[active].tolist())
         super()._execute(words, operands, active)
         if words[0] == "atom" and active.any():  # one thread is active; its operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
-            at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
-            word = self._spaces["global"][0][at : at + 4].view(np.uint32)
-            word += np.uint32(self._value(operands[2]).bits[lane])
+            at = int(self._address(operands[1])[lane])
+            self._spaces["global"].words[32][at // 4] += np.uint32(self._value(operands[2]).bits[lane])
 
 
 class Host:
@@ -80,7 +79,7 @@ class Host:
         changed: gets the PTX of each kernel and returns what runs in its place.
 
     Attributes:
-        early: by kernel, the addresses that its programs use before they wait for the previous launch.
+        early: of kernels that wait for the previous launch, the addresses that their programs use before.
     """
 
     def __init__(self, architecture: int, changed: Callable[[str], str] = str) -> None:
@@ -95,9 +94,11 @@ class Host:
         variant = variant_of((self._architecture, name, "", "", ""), kernel, tensors, constants, options)
         ptx, arguments = self._changed(compiled_ptx(variant)), [self.place(tensor) for tensor in tensors]
         for place in product(*map(range, grid)):
-            program = Launched(ptx, self._bytes, arguments, 32 * options["num_warps"], place)
+            waits = constants.get("DEPENDENT", False)
+            program = Launched(ptx, self._bytes, arguments, 32 * options["num_warps"], place, waits)
             program.run()
-            self.early[name] = self.early.get(name, set()) | program.early
+            if waits:
+                self.early.setdefault(name, set()).update(program.early)
 
     def place(self, tensor: torch.Tensor) -> int:
         """Return a tensor's address; the first time, its content is copied there."""

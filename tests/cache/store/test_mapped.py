@@ -54,7 +54,7 @@ def ended(program, folder, **environment):
     """Run a process to its end; return its exit status, output and errors."""
     command = [sys.executable, "-c", program, str(folder / "store")]
     names = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
-    found = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=40)
+    found = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=400)
     return found.returncode, found.stdout, found.stderr
 
 

@@ -1,11 +1,11 @@
 """Measure like `make gpu` and `make bench-gpu` at true sizes, without computing.
 
-    python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
+    python tests/kernels/gpu_at_true_sizes.py FOLDER [few] speeds|decode|prompts|layers ...
 
-The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FILE receives the
-part's results; the times of prompts are the host's time per layer. Device numbers mean nothing. With `few` a model has
-few experts of true size: creating views of a thousand slots for each of twenty servers takes minutes, but the host's
-times are those for 128.
+The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FOLDER receives
+the results of each part; the times of prompts are the host's time per layer. Device numbers mean nothing. With `few` a
+model has few experts of true size: creating views of a thousand slots for each of twenty servers takes minutes, but the
+host's times are those for 128.
 """
 
 import sys
@@ -86,6 +86,8 @@ large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out
 speeds.same_bits = lambda one, other: True
 
 if __name__ == "__main__":
-    recorder = OfTheHost(Path(sys.argv[2]))
-    {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}[sys.argv[1]].run(recorder)
-    recorder.end()
+    parts = {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}
+    for part in (word for word in sys.argv[2:] if word in parts):
+        recorder = OfTheHost(Path(sys.argv[1]) / f"{part}.jsonl")
+        parts[part].run(recorder)
+        recorder.end()

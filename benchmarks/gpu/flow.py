@@ -403,7 +403,7 @@ def _field(values: Any, length: int) -> Any:
 
 @cache
 def _operation(words: tuple[str, ...], size: int) -> Callable[..., Lanes]:
-    """Return the function from the bits of an instruction's operands to those of its result."""
+    """Return what computes a result's bits from those of the operands."""
     name, kind, known = words[0], words[-1], np.uint64
     if name != "cvt" and words[-2:] in (("f32", "bf16"), ("f32", "f16")):  # factors, or the first term, are widened
         widened, wide = _operation(("cvt", *words[-2:]), 32), _operation((*words[:-2], "f32"), 32)

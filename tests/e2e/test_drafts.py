@@ -77,7 +77,7 @@ def answers(llm):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """A checkpoint of Qwen3-Next that ModelOpt quantized to NVFP4, with a draft layer at 16 bits."""
+    """Qwen3-Next, quantized by ModelOpt to NVFP4, with a draft layer at 16 bits."""
     folder = tmp_path_factory.mktemp("drafts")
     write(QWEN3_NEXT, "nvfp4-modelopt", folder)
     add_drafts(folder / "quantized")

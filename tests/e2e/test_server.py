@@ -292,7 +292,7 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     complete(client, prompts()[2], max_tokens=24)
 
     def all_published():
-        """Return whether the last step is; one that was scheduled ahead may follow the answer."""
+        """Tell if the last step is, which may follow the answer."""
         nonlocal after, stats
         after, (stats,) = metrics(server), rpc(server, "dymoe_stats")
         names = ("hits", "misses")

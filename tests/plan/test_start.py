@@ -159,7 +159,7 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
         machine_here(replace(probe, hidden=512), kept)
 
 
-@pytest.mark.parametrize("sizes, expected", [
+@pytest.mark.parametrize(("sizes", "expected"), [
     ({}, 256), ({"index0": "48K", "index3": "33792K"}, 256), ({"index2": "2048K", "index3": "491520K"}, 960),
     ({"index3": "4194304K"}, 1024),
 ])  # fmt: skip

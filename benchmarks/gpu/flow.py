@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
     """A line of PTX, taken apart.
 
     Attributes:
-        does: "jump", "wait", "copy", "show", "execute", or "" if it does nothing here.
+        does: "jump", "wait", "release", "copy", "show", "execute", or "" if it does nothing here.
         guard: the predicate's register, or "" if every thread executes it.
         negated: whether threads execute it whose predicate is false.
         words: its name, cut at its dots.
@@ -90,9 +90,9 @@ def _taken_apart(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
             does = "jump"
         elif name.startswith("cp.async"):
             does = "copy"
-        elif name == "griddepcontrol.wait":
-            does = "wait"
-        elif name.startswith(("bar", "membar", "fence", "griddepcontrol")):
+        elif name.startswith("griddepcontrol"):
+            does = "wait" if name.endswith("wait") else "release"
+        elif name.startswith(("bar", "membar", "fence")):
             does = "show" if name.startswith("bar") and "warp" not in name else ""
         else:
             operands = [text.strip("{} ") if "," not in text else text for text in operands]
@@ -172,8 +172,10 @@ class Program:
                     self._copy(".".join(words), operands, active)
                 elif does == "show":
                     self._show()
-                elif does == "wait":
-                    self._wait()
+                elif does in ("wait", "release"):
+                    if not active.all():
+                        raise ValueError(f"threads diverge: {line}")
+                    self._wait() if does == "wait" else self._release()
 
     def _only(self, bits: Lanes) -> Value:
         """Return a value that is no float's, or of which only the bits matter."""
@@ -181,6 +183,9 @@ class Program:
 
     def _wait(self) -> None:
         """Wait for the previous launch, which has ended here."""
+
+    def _release(self) -> None:
+        """Let the next launch begin."""
 
     def _copy(self, name: str, operands: list[str], active: NDArray[np.bool_]) -> None:
         """Copy to shared memory, as late as the program allows.

@@ -100,7 +100,7 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-SPEEDS = {"speeds": 23, "decode": 46, "prompts": 16, "layers": 51}
+SPEEDS = {"speeds": 23, "decode": 54, "prompts": 16, "layers": 51}
 
 
 def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path):

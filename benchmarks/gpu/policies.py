@@ -5,7 +5,8 @@
 Prints a table for each kind of step, and writes it to FILE as JSON. Needs no GPU. Each cell runs on the emulated card
 with a link of 8 GB/s, and is refused if its outputs differ from those of the same precisions with every expert
 resident. "Waits" are reads, before a layer is enqueued, of a number that only the device has. Launches and host time
-are measured in the Triton path with launches that do nothing, for a middle layer of a step or for the draft's.
+are measured with an H200's Triton kernels and launches that do nothing, for a middle layer of a step or the draft's.
+Triton's own part of a launch is included, the driver's is not.
 
 Prompts have 64 tokens, and a quarter of the experts has slots. DP+EP: the rows of another engine come before this
 one's, as after gathering, which counts as one launch. Disk: the store is not in memory, and a thread reads a plan's
@@ -28,28 +29,27 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
 from tests.executor.device_planned import device_planned_server
 from tests.executor.steps import forward, make_server, random_step
 from tests.prefetch.gates import random_gates
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
+from tests.support.no_launches import CardParts, no_launches
 from tests.support.on_device import OnDevice
+from vllm_dymoe.cache import device_table
 from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.plain_kernels import PlainKernels, PlainLargeBatch
-from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.kernels import Activation
-from vllm_dymoe.kernels.triton import TritonKernel, large_batch_step
 from vllm_dymoe.kernels.triton.popularity import count_and_name_on_gpu
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
+from vllm_dymoe.kernels.triton.uses import CountUses
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.policies import POLICIES
 from vllm_dymoe.prefetch import Predictor, RoutedModel, TrainedPredictor, on_device
 from vllm_dymoe.prefetch.expert_mlp import ARCHITECTURES, ExpertMLP, States
 from vllm_dymoe.prefetch.folded import fold
-from vllm_dymoe.server import Parts
 
 LAYERS, EXPERTS = 6, 16
 STORE = make_store(make_experts(layers=LAYERS, num_experts=EXPERTS))
@@ -58,6 +58,7 @@ GATES, _ = random_gates(LAYERS, EXPERTS, SIZES.hidden)
 STEPS, LINK_GBPS = 6, 8.0
 _NO_LAUNCH = (
     "empty",
+    "new_empty",
     "view",
     "slice",
     "select",
@@ -223,15 +224,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class OnTriton(Parts):
-    """A GPU's kernels, which are prepared but not launched."""
-
-    def decode_kernel(self, kernel, experts, link_gbps=None):
-        """Return a GPU's kernel, with its own scratch."""
-        on_card = TritonKernel("cpu", formats=[m for fmt in experts.formats.values() for m in fmt.matrices])
-        return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
-
-
 def name_on_triton(table: Any, *arguments: Any) -> None:
     """Name predicted experts as on a GPU."""
     name_experts_on_gpu(vars(table), *arguments)
@@ -239,17 +231,12 @@ def name_on_triton(table: Any, *arguments: Any) -> None:
 
 def work_of_the_host(name: str, kind: Kind) -> tuple[int, float]:
     """Return the launches of a layer, and the microseconds of Python for it."""
-    launched, times = [], []
-
-    def combine(out, weights, ids):
-        launched.append("combine")
-        return out.new_empty(len(ids), out.shape[1])
-
-    launch = mock.patch.object(JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
+    times = []
+    counts = mock.patch.object(device_table, "_count_uses_on", return_value=CountUses())
     popular = mock.patch.object(on_device, "_count_and_name_on", return_value=count_and_name_on_gpu)
     names = mock.patch.object(on_device, "_name_experts_on", return_value=name_on_triton)
-    with launch, popular, names, mock.patch.object(large_batch_step, "combine", combine):
-        server = server_of(name, kind.store(), parts=OnTriton(torch.device("cpu")))
+    with no_launches() as launched, counts, popular, names:
+        server = server_of(name, kind.store(), parts=CardParts(torch.device("cpu")))
         server.small_batches.tell(kind.tokens)
         middle = LAYERS if kind.drafts else 2  # the draft's first pass, or a middle layer
         for number in range(12):

@@ -54,6 +54,7 @@ from vllm_dymoe.kernels.triton import (
     prefetch,
     rotate,
     spans,
+    uses,
 )
 from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
 from vllm_dymoe.kernels.triton.start import Overlap
@@ -97,6 +98,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "copy_spans": ("spans",),
     **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
     "popularity": ("popularity",),
+    "count_uses": ("uses",),
     **dict.fromkeys(_WIDE, ("planner", "large_batch")),
     **dict.fromkeys(("post", "wait", "collect", "ask", "take_sources"), ("cpu_queue",)),
 }
@@ -124,7 +126,7 @@ class Variant:
         """
         name = f"{self.kernel}_kernel"
         products = launch, mma_decode, mma_grouped, combine
-        modules = *products, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue
+        modules = *products, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue, uses
         return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
@@ -264,6 +266,9 @@ def _others(architecture: int) -> Iterator[Variant]:
                 described = *key[:4], f"{key[4]}, shared with the host"
                 shared = partial(planner.plan_small_batch_on_gpu, on_cpu=True)
                 yield _noted(described, shared, vars(columns), 0, ids, scores, rows, plan)
+    counted = torch.zeros(3 * 129).long(), torch.zeros(1, 128, dtype=torch.int8), 0, torch.zeros(1, 8).int()
+    key = architecture, "count_uses", "128 experts", "", "top 8"
+    yield _noted(key, uses.count_uses_on_gpu, *counted, torch.zeros(1, 8))
     key = architecture, "copy_spans", "", "", ""
     yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
     yield from _prefetch(architecture, *_ROUTERS[1])
@@ -308,12 +313,12 @@ def _wide(architecture: int, experts: int, top_k: int, nested: bool) -> Iterator
     plan = LayerPlan.allocate(17, top_k, experts, "cpu", slices=1 + nested, scratch=shape.scratch)
     lists = vars(LargeBatchWork.allocate(shape, steps, "cpu"))
     ids, weights = torch.zeros(17, top_k, dtype=torch.int32), torch.zeros(17, top_k)
-    rows, marks, launched = ids[0, :1], torch.zeros(17, dtype=torch.int8), list[tuple[Any, ...]]()
+    rows, parts, launched = ids[0, :1], ids.expand(3, 17, top_k), list[tuple[Any, ...]]()
 
     def start(*launch: Any) -> None:
         launched.append(launch)
 
-    plan_large_batch_on_gpu(table, 0, ids, weights, rows, plan.tensors, shape, 0, 0, steps, lists, marks, start=start)
+    plan_large_batch_on_gpu(table, 0, ids, weights, rows, plan.tensors, shape, 0, 0, steps, lists, parts, start=start)
     for kernel, *others in launched:
         name = kernel.__name__.removesuffix("_kernel")
         if name in ("decide", "list") or not nested:

@@ -39,7 +39,7 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    marks: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
+    parts: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run both planners of a large batch on the device, in four launches.
 
@@ -57,7 +57,7 @@ def plan_large_batch_on_gpu(
         ahead: LOW, HIGH or 0, see ``plan_large_batch``.
         steps: most positions of an item in each class, two classes or more.
         large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
-        marks: int8 [tokens], marks of prompts' tokens, if the shape has them.
+        parts: see :func:`counted_parts`, if the shape has marks.
         disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         start: launch, or only compile.
     """
@@ -65,12 +65,9 @@ def plan_large_batch_on_gpu(
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}
     warps, at_once = program_of(width)
     options, chunks = {"num_warps": warps}, {**sizes, "CHUNK": at_once}
-    parts = ids
-    if marks is not None:
-        heavy = (marks[:, None] > 1) & usable(weights)
-        parts = torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
-    counted = parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
-    start(count_kernel, (shape.chunks, 3 if shape.marked else 1), counted, chunks, options)
+    counted = weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
+    grid = shape.chunks, 1 if parts is None else len(parts)
+    start(count_kernel, grid, (ids if parts is None else parts, *counted), chunks, options)
     plan_small_batch_on_gpu(
         table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
     )
@@ -94,6 +91,18 @@ def plan_large_batch_on_gpu(
     )  # fmt: skip
     start(place_pairs_kernel, (shape.chunks,), (*placed, shape.chunk, shape.chunks, shape.positions, layer),
           sizes | {"ON_INPUT": shape.weights_on_input}, options)  # fmt: skip
+
+
+def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
+    """Return the experts of all tokens, of prompts' and of heavy hitters: [3, tokens, top_k], -1 for other tokens.
+
+    Args:
+        ids: int [tokens, top_k].
+        weights: float32 [tokens, top_k].
+        marks: int8 [tokens], see ``LargeBatches.forward``.
+    """
+    heavy = (marks[:, None] > 1) & usable(weights)
+    return torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
 
 
 @triton.jit(

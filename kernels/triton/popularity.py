@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_dymoe.kernels.triton.planner import WARPS
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
-from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, experts_width
+
+_MOST_AT_ONCE = 1024  # pairs that are counted together
 
 
 def count_and_name_on_gpu(
@@ -21,35 +24,42 @@ def count_and_name_on_gpu(
     Args:
         counts: int64 [layers, experts].
         predicted: int32 [layers, experts], where predictions are written.
-        ids: int32 or int64 [tokens, top_k] of a small batch, negative where another rank has the expert.
+        ids: int32 or int64 [tokens, top_k], negative where another rank has the expert.
         rows: int32 [1], number of real tokens.
         fade: each step subtracts a share of 2 ** -fade from a count.
         unit: of one use.
-        named: most experts to predict.
+        named: most experts to predict; 0 only to count.
     """
-    layers, experts = counts.shape
-    sizes = {"TOP_K": ids.shape[1], "EXPERTS": experts, "WIDTH": experts_width(experts)}
+    (layers, experts), (tokens, top_k) = counts.shape, ids.shape
+    small = tokens <= SMALL_BATCH_ROWS
+    chunk = min(_MOST_AT_ONCE, triton.next_power_of_2(max(32, SMALL_BATCH_ROWS * top_k))) if small else _MOST_AT_ONCE
+    sizes = {"TOP_K": top_k, "EXPERTS": experts, "WIDTH": experts_width(experts), "CHUNK": chunk}
     constants = sizes | {"FADE": fade, "UNIT": unit, "NAMED": min(named, experts)}
-    start(popularity_kernel, (1,), (counts, predicted, ids, rows, layer, layers), constants, {"num_warps": 1})
+    tensors = counts, predicted, ids, rows
+    options = {"num_warps": 1 if small else WARPS}
+    start(popularity_kernel, (1,), (*tensors, layer, layers, tokens * top_k), constants, options)
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["counts", "predicted", "ids", "rows"], do_not_specialize=["layer", "layers"]
+    do_not_specialize_on_alignment=["counts", "predicted", "ids", "rows"],
+    do_not_specialize=["layer", "layers", "positions"],
 )
 def popularity_kernel(
-    counts, predicted, ids, rows, layer: tl.int32, layers: tl.int32,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, FADE: tl.constexpr, UNIT: tl.constexpr,
-    NAMED: tl.constexpr,
+    counts, predicted, ids, rows, layer: tl.int32, layers: tl.int32, positions: tl.int32,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, FADE: tl.constexpr,
+    UNIT: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """See ``count_and_name``; grid [1]."""
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
-    pairs = tl.load(rows) * TOP_K
+    pairs = tl.minimum(tl.load(rows) * TOP_K, positions)
     if pairs > 0:
         count = tl.load(counts + layer * EXPERTS + expert, mask=known, other=0)
         count -= count >> FADE
-        for pair in range(pairs):
-            count += tl.where(expert == tl.load(ids + pair).to(tl.int32), UNIT, 0)
+        for first in range(0, pairs, CHUNK):
+            pair = first + tl.arange(0, CHUNK)
+            chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+            count += tl.histogram(chosen, WIDTH, mask=(chosen >= 0) & (chosen < EXPERTS)).to(tl.int64) * UNIT
         tl.store(counts + layer * EXPERTS + expert, count, mask=known)
     if layer + 1 < layers:
         of_next = (layer + 1) * EXPERTS

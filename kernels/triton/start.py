@@ -1,13 +1,13 @@
 """Launching a kernel, or only compiling it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
-import torch
 import triton
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class Overlap(IntEnum):
 
 
 _THREADS = 8
+_STREAM = 3  # place of the stream among the arguments of a compiled kernel's launcher, after the grid
 _FUSED = {"enable_fp_fusion": True}
 
 
@@ -65,54 +66,155 @@ def compile_kernel(
     kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
-class PreparedLaunch:
-    """A launch that is repeated often.
-
-    From the second time on the driver gets the compiled kernel at once.
-
-    ``JITFunction.run`` takes 12 to 17 us, to bind and look at every argument. Here only addresses change: of the
-    tensors that a call gives, before the fixed ones. Where these have other dtypes or alignments than in the first
-    call, for which the kernel was compiled, the launch goes the usual way.
+class Given:
+    """What changes from one run of prepared launches to the next, read once for all of them.
 
     Args:
-        tensors: the fixed ones, whose memory stays where it is, and numbers.
+        tensors: by name.
+        numbers: by the name of the kernels' argument; kernels are not specialized on their values.
+        columns: further tensors by name, whose dtype and alignment no kernel depends on.
+        addresses: of the columns.
+
+    Attributes:
+        kind: a number for the dtypes, alignments and contiguity of the tensors; launches are prepared for one kind.
+    """
+
+    __slots__ = ("addresses", "columns", "kind", "numbers", "tensors")
+    _kinds: ClassVar[dict[tuple[Any, ...], int]] = {}
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int],
+        columns: Mapping[str, Tensor] = MappingProxyType({}), addresses: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.tensors, self.numbers, self.columns = tensors, numbers, columns
+        self.addresses: dict[str, int] = {**addresses, **numbers}
+        kinds: list[Any] = []
+        for name, tensor in tensors.items():
+            self.addresses[name] = address = tensor.data_ptr()
+            kinds += (tensor.dtype, address % 16 == 0, tensor.is_contiguous())
+        self.kind = self._kinds.setdefault(tuple(kinds), len(self._kinds))
+
+    def __getitem__(self, name: str) -> Tensor | int:
+        for values in (self.tensors, self.numbers, self.columns):
+            if name in values:
+                return values[name]
+        raise KeyError(name)
+
+    def name_of(self, value: Tensor | int, argument: str) -> str | None:
+        """Return the name of a launch's argument if it changes.
+
+        A tensor changes if it begins where one of these does, a number if it is one of these.
+
+        Raises:
+            ValueError: the tensor begins elsewhere in the memory of one that changes.
+        """
+        if isinstance(value, int):
+            return argument if self.numbers.get(argument) == value else None
+        changing = {**self.columns, **self.tensors}
+        for name, tensor in changing.items():
+            if tensor.data_ptr() == value.data_ptr():
+                return name
+        if any(_memory_of(tensor) == _memory_of(value) for tensor in self.tensors.values()):
+            raise ValueError(f"{argument} is part of a tensor that changes, but does not begin where that does")
+        return None
+
+
+class PreparedLaunch:
+    """A launch that is repeated often with other addresses and numbers.
+
+    From the second time on the driver gets the compiled kernel at once: ``JITFunction.run`` takes 12 to 17 us to bind
+    and look at every argument.
+
+    Args:
+        tensors: for the first launch. Those that are not ``given``, and their memory, stay where they are.
+        given: what the first launch gets. Later runs have others of the same kinds.
         others: see :data:`Start`.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], constants: dict[str, Any],
-        options: dict[str, int],
+        options: dict[str, int], given: Given,
     ) -> None:  # fmt: skip
-        self._kernel, self._tensors, self._constants = kernel, tensors, constants
-        self._run = partial(kernel.run, grid=grid, warmup=False, **constants, **_FUSED | options)
-        self._grid, self._compiled = (*grid, 1, 1)[:3], None
-        self._kinds: list[tuple[torch.dtype, bool]] = []
-        self._rest: tuple[Any, ...] = ()
+        self._kernel, self._tensors, self._constants = kernel, list(tensors), constants
+        self._usual = partial(kernel.run, grid=grid, warmup=False, **constants, **_FUSED | options)
+        named = (given.name_of(value, name) for value, name in zip(tensors, kernel.arg_names, strict=False))
+        self._changing = [(place, name) for place, name in enumerate(named) if name is not None]
+        self._grid, self._run = (*grid, 1, 1)[:3], cast("Any", None)
+        self._bound: list[Any] = []  # what the compiled kernel's launcher takes
+        self._places: list[tuple[int, str]] = []  # of changing arguments among them
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernel.
+    @property
+    def compiled(self) -> bool:
+        """Whether the driver gets the kernel at once."""
+        return self._run is not None
+
+    def first(self, given: Given) -> None:
+        """Launch as usual; compile the kernel first if needed."""
+        for place, name in self._changing:
+            self._tensors[place] = given[name]
+        found = self._usual(*self._tensors)
+        if hasattr(found, "packed_metadata"):  # there is none in the interpreter
+            self._keep(found)
+
+    def again(self, addresses: Mapping[str, int], stream: int) -> None:
+        """Launch the compiled kernel on a stream, whose handle is given."""
+        bound = self._bound
+        bound[_STREAM] = stream
+        for place, name in self._places:
+            bound[place] = addresses[name]
+        self._run(*bound)
+
+    def _keep(self, compiled: Any) -> None:
+        fixed = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in self._tensors]
+        names = self._kernel.arg_names[len(fixed) :]
+        if self._constants.keys() >= set(names):  # others have defaults, which JITFunction.run adds
+            # As JITFunction.run ends, in Triton 3.6 to 3.9, without hooks.
+            bound = [*self._grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
+            self._places = [(len(bound) + place, name) for place, name in self._changing]
+            self._bound = bound + fixed + [self._constants[name] for name in names]
+            self._run = compiled.run
+            for place, _ in self._changing:
+                self._tensors[place] = 0  # activations of the first run are not kept alive
+
+
+class Repeated:
+    """Sequences of launches that are prepared once, and repeated with other arguments of the same kinds."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[tuple[Hashable, int], list[PreparedLaunch]] = {}
+        self._compiled: dict[tuple[Hashable, int], list[PreparedLaunch]] = {}  # those that are compiled
+
+    def run(self, name: Hashable, given: Given, launch: Callable[..., None], *arguments: Any) -> None:
+        """Make a sequence's launches on the current stream.
 
         Args:
-            tensors: those that come before the fixed ones in the kernel's arguments.
+            name: of the sequence.
+            given: what differs from the last time.
+            launch: makes the launches by calling the argument ``start``. It is called once for each name and kind of
+                arguments.
+            arguments: further arguments of ``launch``.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        kinds = [(tensor.dtype, address % 16 == 0) for tensor, address in zip(tensors, addresses, strict=True)]
-        compiled: Any = self._compiled
-        if compiled is None or kinds != self._kinds:
-            found = self._run(*tensors, *self._tensors)
-            if compiled is None and hasattr(found, "packed_metadata"):  # there is none in the interpreter
-                self._keep(found, kinds)
+        key = name, given.kind
+        if (compiled := self._compiled.get(key)) is not None:
+            stream, addresses = _current_stream(), given.addresses
+            for prepared in compiled:
+                prepared.again(addresses, stream)
             return
-        # As JITFunction.run ends, in Triton 3.6 to 3.9, without hooks.
-        bound = *self._grid, _current_stream(), compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*bound, *addresses, *self._rest)
+        if (launches := self._prepared.get(key)) is None:
+            launches = []
+            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given=given)))
+            self._prepared[key] = launches  # not if the function refused its arguments
+        for prepared in launches:
+            if prepared.compiled:
+                prepared.again(given.addresses, _current_stream())
+            else:
+                prepared.first(given)
+        if all(prepared.compiled for prepared in launches):
+            self._compiled[key] = launches
 
-    def _keep(self, compiled: Any, kinds: list[tuple[torch.dtype, bool]]) -> None:
-        fixed = [tensor.data_ptr() if isinstance(tensor, Tensor) else tensor for tensor in self._tensors]
-        names = self._kernel.arg_names[len(kinds) + len(fixed) :]
-        if self._constants.keys() >= set(names):  # others have defaults, which JITFunction.run adds
-            self._compiled, self._kinds = compiled, kinds
-            self._rest = (*fixed, *(self._constants[name] for name in names))
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _current_stream() -> int:

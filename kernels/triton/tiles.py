@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("tiles.json")
+EVERY = 1 << 30
+"""More tokens than any expert has."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class GroupedTile:
 class Tiles:
     """All sizes that launches need for one shape on one architecture."""
 
-    decode_tokens: int  # most tokens of an expert that is decoded; one with more is grouped
+    decode_tokens: int  # most tokens of an expert that is decoded; one with more is grouped; EVERY if none is
     gate_up: DecodeTile
     down: DecodeTile
     grouped_gate_up: tuple[GroupedTile, ...]  # by ascending block_m; the first that holds its tokens, or the last
@@ -108,6 +110,22 @@ class Tiles:
             for tile in (self.gate_up, self.down)
         )
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
+
+    def of_large_batch(self, *, crowded: bool) -> "Tiles":
+        """Return these sizes for a large batch, with one class of experts if a single kernel suits all of them.
+
+        Decode on tensor cores takes any number of tokens, 16 at a time; with weights in registers, tiles have 8 to 64
+        tokens. Estimated by instructions: decode keeps more bytes in flight, so it is faster up to about eight tokens
+        for each expert, and two launches of another kernel for a few experts of the batch do not pay.
+
+        Args:
+            crowded: experts have more than eight tokens on average.
+        """
+        if self.gate_up.tensor_cores and not crowded:
+            return replace(self, decode_tokens=EVERY, grouped_gate_up=(), grouped_down=())
+        if crowded and self.grouped_down[0].in_registers:
+            return replace(self, decode_tokens=0)
+        return self
 
     def in_registers(self) -> "Tiles":
         """Return these sizes for large batches whose weights are dequantized in registers."""

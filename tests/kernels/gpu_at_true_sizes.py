@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT)]
 
 import torch  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels import host_card  # noqa: E402
 
@@ -31,9 +30,9 @@ from parts import decode, prompts, speeds  # noqa: E402
 from record import Recorder  # noqa: E402
 
 from tests.support.memory_writer import MemoryStore  # noqa: E402
+from tests.support.no_launches import no_launches  # noqa: E402
 from vllm_dymoe.executor import cpu_execution  # noqa: E402
 from vllm_dymoe.executor.large_batch import LargeBatches  # noqa: E402
-from vllm_dymoe.kernels.triton import large_batch_step  # noqa: E402
 from vllm_dymoe.prefetch import on_device  # noqa: E402
 
 LARGE = 1 << 16
@@ -66,7 +65,6 @@ def timed(method):
 
 
 torch.cuda.mem_get_info = lambda *device: (64 << 30, 80 << 30)
-JITFunction.run = lambda *arguments, **named: None
 for name in ("normal_", "uniform_", "mul_", "copy_"):
     setattr(torch.Tensor, name, unless_large(getattr(torch.Tensor, name)))
 torch.randint = lambda low, high, size, dtype=torch.int64, **rest: torch.empty(size, dtype=dtype)
@@ -83,7 +81,6 @@ speeds.STEPS, speeds.WARM = {phase: (tokens, 4) for phase, (tokens, _) in speeds
 decode.STEPS_MEASURED = 4
 prompts.LARGE_STEPS, prompts.DECODE_STEPS = 2, 3
 LargeBatches.forward = timed(LargeBatches.forward)
-large_batch_step.combine = lambda out, weights, ids: out.new_empty(len(ids), out.shape[1])  # replaces a launch
 speeds.same_bits = lambda one, other: True
 decode._different = lambda *given: []
 on_device._name_experts_on = lambda device: lambda *arguments: None  # replaces a launch
@@ -92,5 +89,6 @@ if __name__ == "__main__":
     parts = {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}
     for part in (word for word in sys.argv[2:] if word in parts):
         recorder = OfTheHost(Path(sys.argv[1]) / f"{part}.jsonl")
-        parts[part].run(recorder)
+        with no_launches():
+            parts[part].run(recorder)
         recorder.end()

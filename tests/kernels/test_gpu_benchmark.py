@@ -117,7 +117,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
     others = {"combine", "place", "decide", "copy_spans", "count", "list", "place_pairs"}
-    others |= {"post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
+    others |= {"count_uses", "post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
     others |= {"name_experts", "judge_predicted", "list_predicted", "copy_predicted"}
     grouped = {"grouped_gate_up", "grouped_down", "mma_grouped_gate_up", "mma_grouped_down"}
     assert {row["kernel"] for row in kept} == grouped | others

@@ -8,8 +8,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.twins import Twins
+from tests.kernels.twins import STEPS, Twins
 from tests.support.decode_steps import LAYERS, random_step
+from vllm_dymoe.kernels.triton.tiles import EVERY
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.planner.table import ID_BITS
@@ -31,9 +32,13 @@ from vllm_dymoe.policies.exact import Exact
     st.sampled_from(["threshold", "depth"]),
     st.sampled_from(["coldest", "least recent", "first in"]),
     st.booleans(),
+    st.sampled_from([STEPS, (EVERY, EVERY), (0, 8)]),
 )
-def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips):
-    """If experts are skipped, their weights go to others."""
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips, classes):
+    """If experts are skipped, their weights go to others.
+
+    Experts have several classes, or all of them the first one or the second.
+    """
     skips &= not nested
     chosen = {"retention": retention, "high_by": high_by, "skipped_weights": "renormalize" if skips else "keep"}
     policy = Dymoe(**chosen, evicts=evicts) if nested or retention < 1 else Exact(evicts=evicts)
@@ -49,7 +54,7 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
         )  # fmt: skip
         layer, real = number % LAYERS, seed % (tokens + 3)
         ahead = HIGH if seed % 2 and not nested and shape.half and layer + 1 < LAYERS else 0
-        twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead)
+        twins.large_batch_step(layer, ids, weights, shape, (number + 1) % 2, real, marks, ahead, classes)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def run(monkeypatch):
 
 def test_right_kernels_pass(run):
     found = run()
-    assert (found.failure, found.steps) == ("", 3 if native.load() is None else 5)
+    assert (found.failure, found.steps) == ("", 4 if native.load() is None else 6)
 
 
 def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):

@@ -15,8 +15,9 @@ from vllm_dymoe.executor.triton_kernels import TritonKernels
 from vllm_dymoe.experts.encoding import E8, FP8, NVFP4, PLAIN
 from vllm_dymoe.experts.encoding import STEPS as GRIDS
 from vllm_dymoe.experts.format import DownFormat, ModelExperts
-from vllm_dymoe.kernels.triton import TritonKernel
+from vllm_dymoe.kernels.triton import TritonKernel, large_batch_step
 from vllm_dymoe.kernels.triton.prefetch import name_experts_on_gpu
+from vllm_dymoe.kernels.triton.tiles import EVERY, Tiles
 from vllm_dymoe.policies.dymoe import Dymoe
 from vllm_dymoe.prefetch import Gate, on_device
 from vllm_dymoe.prefetch.next_gate import NextGate
@@ -96,6 +97,36 @@ def test_steps_without_the_host_have_the_bits_of_steps_with_it(on_triton, nested
         server = device_planned_server(store, budget, policy())
         assert isinstance(server.small_batches.kernel, TritonKernels)
         assert all(torch.equal(a, b) for a, b in zip(run_device_planned(server, steps), want, strict=True)), budget
+
+
+@pytest.mark.parametrize(("decode_tokens", "kernel"), [(0, "grouped_gate_up"), (EVERY, "decode_gate_up")])
+def test_one_kernel_can_compute_all_experts_of_a_large_batch(on_triton, monkeypatch, decode_tokens, kernel):
+    """Whatever their numbers of tokens, and at any budget."""
+
+    def of_large_batch(tiles, *, crowded):
+        grouped = {} if decode_tokens == 0 else {"grouped_gate_up": (), "grouped_down": ()}
+        return replace(tiles, decode_tokens=decode_tokens, **grouped)
+
+    def policy():
+        return Dymoe(retention=0.5, reuse_high=False)
+
+    store, launched = make_store(make_experts(dtype=torch.float16)), set()
+    steps = [(4, 0, 40), (5, 1, 90), (6, 0, 40)]
+    want = run(with_budget(store, "100%", policy()), steps)
+    monkeypatch.setattr(Tiles, "of_large_batch", of_large_batch)
+    for name in ("decode_gate_up", "grouped_gate_up"):
+        launch = getattr(large_batch_step, name)
+        spied = lambda *given, name=name, launch=launch, **named: launched.add(name) or launch(*given, **named)  # noqa: E731
+        monkeypatch.setattr(large_batch_step, name, spied)
+    found = [
+        run_device_planned(device_planned_server(store, budget, policy()), steps)
+        for budget in ("100%", "50%", "minimum")
+    ]
+    assert launched == {kernel}
+    for got, one in zip(found[0], want, strict=True):
+        assert relative_error(got, one.double()) < TOLERANCE[torch.float16]
+    for budget in found[1:]:
+        assert all(map(torch.equal, budget, found[0]))
 
 
 @pytest.mark.parametrize("encoding", [GRIDS[4], E8], ids=lambda encoding: encoding.name)

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.sections import DEVICE
 from tests.support.decode_steps import make_table, rows
-from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
+from vllm_dymoe.kernels.triton.large_batch import counted_parts, plan_large_batch_on_gpu
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.constants import PROJECTIONS
 from vllm_dymoe.planner.large_batch import LargeBatchWork, plan_large_batch
@@ -62,17 +62,19 @@ class Twins:
         self.compare()
         return expected
 
-    def large_batch_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0):
+    def large_batch_step(self, layer, ids, weights, shape, half, real, marks=None, ahead=0, steps=STEPS):
         """Plan a large-batch step with both; compare every list as far as it is read."""
-        plan, large = _of_shape(shape, lambda values: values)
-        found, lists = _of_shape(shape, self._soiled)
+        classes = _classes(shape, steps)
+        plan, large = _of_shape(shape, classes, lambda values: values)
+        found, lists = _of_shape(shape, classes, self._soiled)
         found.bits[-1] = 0
         told = {"large": True, "marks": marks, "weights_on_input": shape.weights_on_input}
         plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, **told)
-        plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, _classes(shape), large)
+        plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, classes, large)
         on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
+        parts = None if marks is None else counted_parts(*on_cpu[:2], marks.to(DEVICE))
         plan_large_batch_on_gpu(
-            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, STEPS, vars(lists), marks
+            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, steps, vars(lists), parts
         )
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():
@@ -96,15 +98,15 @@ class Twins:
         return self.place(values.clone()).fill_(77)
 
 
-def _classes(shape):
+def _classes(shape, steps):
     """Return the classes in which an expert with this many tokens may be.
 
     They are those of ``TritonLargeBatch``.
     """
-    return STEPS[: max(2, 1 + sum(step < shape.tokens for step in STEPS[:-1]))]
+    return steps[: max(2, 1 + sum(step < shape.tokens for step in steps[:-1]))]
 
 
-def _of_shape(shape, place):
+def _of_shape(shape, classes, place):
     sizes = {"slices": shape.slices, "scratch": shape.scratch}
     plan = LayerPlan.allocate(shape.tokens, shape.top_k, shape.experts, "cpu", **sizes)
-    return moved(plan, place), moved(LargeBatchWork.allocate(shape, _classes(shape), "cpu"), place)
+    return moved(plan, place), moved(LargeBatchWork.allocate(shape, classes, "cpu"), place)

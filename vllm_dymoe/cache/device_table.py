@@ -144,6 +144,7 @@ class DeviceCounts:
         self._first = (torch.arange(table.layers, device=device) * table.experts).view(-1, 1, 1)
         self._row = torch.arange(table.ring_ids.shape[2], device=device).view(1, -1, 1)
         self._on_host = HostCopy(self._uses)
+        self._count_layer = _count_uses_on(device)
 
     def add(self) -> None:
         """Count the layers that small batches ran since the last call.
@@ -152,7 +153,7 @@ class DeviceCounts:
         """
         table = self._table
         ids = torch.where(self._row < table.ring_rows[0, :, None, None], table.ring_ids[0], -1)
-        self._add(ids, table.ring_weights[0], self._first)
+        count_uses(self._uses, table.precision, self._first, ids, table.ring_weights[0])
         table.ring_rows.zero_()
 
     def add_layer(self, layer: int, ids: Tensor, weights: Tensor) -> None:
@@ -160,16 +161,7 @@ class DeviceCounts:
 
         ``ids`` are int32 and ``weights`` float32, both [tokens, top_k].
         """
-        self._add(ids, weights, self._first[layer, 0])
-
-    def _add(self, ids: Tensor, weights: Tensor, first: Tensor) -> None:
-        ids = ids.long()
-        place = torch.where(ids >= 0, ids + first, self._bins - 1)
-        high = self._table.precision.flatten()[place.clamp(max=self._bins - 2)] == HIGH
-        index = (place + self._bins * high).flatten()
-        self._uses.scatter_add_(0, index, usable(weights).flatten().long())
-        gates = squared_gates(weights)
-        self._uses.scatter_add_(0, (place + 2 * self._bins).flatten(), gates.flatten())
+        self._count_layer(self._uses, self._table.precision, layer, ids, weights)
 
     def clear(self) -> None:
         self._uses.zero_()
@@ -189,6 +181,32 @@ class DeviceCounts:
         """
         counts = self._on_host.take().reshape(3, self._bins)[:, :-1]
         return counts.reshape(3, self._table.layers, self._table.experts)
+
+
+def count_uses(uses: Tensor, precision: Tensor, first: Tensor | int, ids: Tensor, weights: Tensor) -> None:
+    """Count choices of low versions, choices of high versions, and squared gates.
+
+    Args:
+        uses: int64 [3 * (layers * experts + 1)], one part for each count; its last bin is for experts of other ranks.
+        precision: int8 [layers, experts], the version that serves now.
+        first: the bin of a layer's first expert.
+        ids: int [..., tokens, top_k], negative where another rank has the expert.
+        weights: float32, shape of ids.
+    """
+    ids, bins = ids.long(), len(uses) // 3
+    place = torch.where(ids >= 0, ids + first, bins - 1)
+    high = precision.flatten()[place.clamp(max=bins - 2)] == HIGH
+    uses.scatter_add_(0, (place + bins * high).flatten(), usable(weights).flatten().long())
+    uses.scatter_add_(0, (place + 2 * bins).flatten(), squared_gates(weights).flatten())
+
+
+def _count_uses_on(device: torch.device) -> Callable[[Tensor, Tensor, int, Tensor, Tensor], None]:
+    if device.type == "cpu":
+        return lambda uses, precision, layer, *routed: count_uses(uses, precision, layer * precision.shape[1], *routed)
+    # Importing triton takes a second, and only a GPU needs it.
+    from vllm_dymoe.kernels.triton.uses import CountUses
+
+    return CountUses()
 
 
 class DeviceWaits:

@@ -3,8 +3,7 @@
 The copies run concurrently with computation.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,11 +36,9 @@ class CudaBranch(Branch):
         # High priority: the few programs that wait for the link start as soon as a multiprocessor has room.
         self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def fork(self) -> AbstractContextManager[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -8,10 +8,12 @@ active:
   copies     | admitted, streamed 0 | streamed 1 | ...  | ahead for the next layer | admitted, streamed 0 | ...
   computing  | plan | resident      | streamed 0 | ...  | last | admitted | attention | plan | resident, ahead | ...
 
-In a CUDA graph, or with fewer than four staging slots, a layer is one group.
+In a CUDA graph, or with fewer than four staging slots, a layer is one group. Without quotas nothing is admitted, and
+experts are resident only if they were copied ahead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.kernels import Activation
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
 from vllm_dymoe.planner.large_batch import ADMITTED, RESIDENT, STREAMED, LargeBatchShape
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.table import Table
@@ -104,6 +107,7 @@ class LargeBatches:
         self._branch, self._rows = branch, rows
         half = min(staging.values()) // 2
         self._half = half if half >= _LEAST_HALF else 0  # staging slots of a group
+        self._keeps = any(map(any, quotas.values()))
         self.most_streamed = table.experts - min(map(min, quotas.values()))
         self._overlaps, foresees = overlaps, foresees and overlaps
         self._ahead_code = next(iter(quotas)) if foresees and len(quotas) == 1 and not table.nested else 0
@@ -111,6 +115,7 @@ class LargeBatches:
         self._pending: tuple[int, Any] | None = None  # layer for which experts were copied ahead; mark after the copies
         self._kinds, self._captured, self._count = kinds, captured, count
         self._last: tuple[StepKey, LargeBatchStep] | None = None
+        self._keys: dict[tuple[Any, ...], StepKey] = {}
 
     def forward(
         self,
@@ -133,8 +138,8 @@ class LargeBatches:
             [rows, hidden], the weighted sum over each token's experts on this rank.
         """
         branch, kind = self._branch, self._kinds[layer]
-        told = {"marked": marks is not None, "captured": captured, "weights_on_input": weights_on_input}
-        key = self._shape(len(x), **told), activation, kind
+        told = len(x), activation, kind, marks is not None, captured, weights_on_input
+        key = self._keys.get(told) or self._keys.setdefault(told, self._make_key(*told))
         if self._pending is not None and (self._pending[0] != layer or self._last is None or self._last[0] != key):
             self.settle()  # before the list of those copies is freed with its step
         step, pending = self._step(key, captured=captured), self._pending
@@ -151,18 +156,22 @@ class LargeBatches:
             step.compute(RESIDENT)
             return step.finish()
         self._groups += shape.streamed_groups + 1  # the last group is the next layer's
-        self._pending, last = None, shape.groups + (ahead > 0)
+        groups = shape.groups
+        self._pending, last = None, groups + (ahead > 0)
+        kept = None
         with branch.fork():
-            step.copy(ADMITTED)
-            kept = branch.mark()
+            if self._keeps:
+                step.copy(ADMITTED)
+                kept = branch.mark()
             step.copy(STREAMED)
             coming = branch.mark()
         if pending is not None:
             branch.join(pending[1])
         if not self._overlaps:
             branch.join(coming)
-        step.compute(RESIDENT)
-        for group in range(STREAMED, shape.groups):
+        if self._keeps or pending is not None:
+            step.compute(RESIDENT)
+        for group in range(STREAMED, groups):
             # The fork waits for everything enqueued by now, so a half is refilled only after its last reader.
             following, more = None, group + 1 < last
             if more and self._overlaps:
@@ -174,8 +183,9 @@ class LargeBatches:
             coming = following
         if ahead:
             self._pending = layer + 1, coming
-        branch.join(kept)
-        step.compute(ADMITTED)
+        if self._keeps:
+            branch.join(kept)
+            step.compute(ADMITTED)
         return step.finish()
 
     def _copy(self, step: LargeBatchStep, group: int) -> Any:
@@ -197,12 +207,15 @@ class LargeBatches:
     ) -> None:
         """Compile and load all kernels by running steps without tokens.
 
-        This covers launches in graphs and plain launches.
+        This covers launches in graphs and plain launches, with few tokens for each expert and with many.
+
+        Args:
+            x: more rows than a small batch has, and as many as :func:`crowded_tokens`.
         """
-        told = {"weights_on_input": weights_on_input}
-        for captured in (False, True):
-            for marks in (None, x.new_zeros(len(x), dtype=torch.int8)):
-                self.forward(layer, x, weights, ids, activation, marks, captured=captured, **told)
+        for captured, rows in product((False, True), {SMALL_BATCH_ROWS + 1, len(x)}):
+            given = layer, x[:rows], weights[:rows], ids[:rows], activation
+            for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
+                self.forward(*given, marks, captured=captured, weights_on_input=weights_on_input)
                 self.settle()
         self._captured.clear()
 
@@ -216,13 +229,15 @@ class LargeBatches:
             self._table.forget_ahead()
             self._pending = None
 
-    def _shape(self, tokens: int, *, marked: bool, captured: bool, weights_on_input: bool) -> LargeBatchShape:
+    def _make_key(
+        self, tokens: int, activation: Activation, kind: int, marked: bool, captured: bool, weights_on_input: bool,
+    ) -> StepKey:  # fmt: skip
         table, streamed_groups = self._table, 0
         if self._half and not captured:
             streamed_groups = -(-min(self.most_streamed, tokens * self._top_k) // self._half)
         half = self._half if streamed_groups else 0
         sizes = tokens, self._top_k, table.experts, 1 + table.nested, half, streamed_groups, marked
-        return LargeBatchShape(*sizes, weights_on_input=weights_on_input)
+        return LargeBatchShape(*sizes, weights_on_input=weights_on_input), activation, kind
 
     def _step(self, key: StepKey, *, captured: bool) -> LargeBatchStep:
         if captured:  # the graph keeps using this memory

@@ -22,7 +22,7 @@ from vllm_dymoe.executor.large_batch import CapturedSteps, LargeBatches, LargeBa
 from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.planner.constants import PROJECTIONS, SMALL_BATCH_ROWS
-from vllm_dymoe.planner.large_batch import MOST_PARTS, small_batch_parts
+from vllm_dymoe.planner.large_batch import MOST_PARTS, crowded_tokens, small_batch_parts
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList, set_prefetch
 from vllm_dymoe.planner.table import Table
@@ -169,7 +169,8 @@ class SmallBatches:
         fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
             self.cpu_queue.serve(activation)
-        x = torch.zeros(SMALL_BATCH_ROWS + 1, fmt.hidden, dtype=fmt.dtype, device=device)
+        rows = max(SMALL_BATCH_ROWS + 1, crowded_tokens(experts.top_k, experts.num_experts))
+        x = torch.zeros(rows, fmt.hidden, dtype=fmt.dtype, device=device)
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )

@@ -31,6 +31,7 @@ from vllm_dymoe.planner.table import Counter, Table
 
 RESIDENT, ADMITTED, STREAMED = 0, 1, 2  # the first two groups, and the first streamed one
 _LEAST_CHUNK, _MOST_CHUNKS = 256, 64
+_FEW = 8  # tokens of an expert
 MOST_PARTS = 2  # most small steps that replace a large one; the CPU queue has memory for two steps per part
 _MEMORY = 8  # cost of a resident expert: the link's time / 8 (memory bandwidth alone would be / 30)
 
@@ -53,6 +54,11 @@ class LargeBatchShape:
     def positions(self) -> int:
         """Number of (token, expert) pairs."""
         return self.tokens * self.top_k
+
+    @property
+    def crowded(self) -> bool:
+        """Whether experts have more than eight tokens on average, if all of them are active."""
+        return self.positions > _FEW * self.experts
 
     @property
     def items(self) -> int:
@@ -102,7 +108,8 @@ class LargeBatchShape:
         Classes are by positions of an expert.
         """
         room = self.items if group < STREAMED else min(self.half, self.items)
-        most = [room * (-(-steps[0] // self.decoded)), *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
+        first = min(room * -(-steps[0] // self.decoded), room + self.positions // self.decoded)
+        most = [first, *[room] * (len(steps) - 2), room + self.positions // steps[-1]]
         return [min(count, self.positions) for count in most]
 
 
@@ -135,6 +142,11 @@ class LargeBatchWork:
         layer, whose parity is the other one, writes its own.
         """
         return replace(self, spans=torch.zeros_like(self.spans))
+
+
+def crowded_tokens(top_k: int, experts: int) -> int:
+    """Return the fewest tokens of a step that :attr:`LargeBatchShape.crowded` holds for."""
+    return _FEW * experts // top_k + 1
 
 
 def small_batch_parts(

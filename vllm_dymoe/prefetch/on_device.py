@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm_dymoe.planner.constants import experts_width
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, experts_width
 from vllm_dymoe.planner.prefetch import MOST_AHEAD, PredictionCount, name_experts
 from vllm_dymoe.planner.rule import HIGH, Ints
 from vllm_dymoe.planner.table import Table
@@ -270,15 +270,18 @@ class PopularityOnDevice(DevicePredictor):
         return self._counts.nbytes
 
     def observe(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
-        count_uses(self._counts, layer, ids, rows, self.FADE, self.UNIT)
+        self._count_and_name(layer, ids, rows, 0)
 
     def warm_up(self, x: Tensor, ids: Tensor, rows: Tensor) -> None:
         self.predict(0, x, ids, rows)
+        self.observe(0, x, ids.expand(SMALL_BATCH_ROWS + 1, -1), rows)
 
     def predict(self, layer: int, x: Tensor, ids: Tensor, rows: Tensor) -> None:
+        self._count_and_name(layer, ids, rows, self._top_k)
+
+    def _count_and_name(self, layer: int, ids: Tensor, rows: Tensor, named: int) -> None:
         count_and_name = _count_and_name_on(self._counts.device)
-        given = self._counts, self._table.predicted[0], layer, ids, rows, self.FADE, self.UNIT, self._top_k
-        count_and_name(*given)
+        count_and_name(self._counts, self._table.predicted[0], layer, ids, rows, self.FADE, self.UNIT, named)
 
 
 @cache
@@ -291,10 +294,12 @@ def _count_and_name_on(device: torch.device) -> Callable[..., None]:
     return count_and_name_on_gpu
 
 
-def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int) -> None:
-    """Count the uses of a layer's step, with torch and without the host.
+def count_and_name(
+    counts: Tensor, predicted: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int, named: int
+) -> None:
+    """Count a layer's step, and predict the next layer's favourites.
 
-    ``counts`` is int64 [layers, experts].
+    See ``kernels/triton/popularity.py``.
     """
     real = torch.arange(len(ids), device=ids.device)[:, None] < rows
     # The last element is for what is not counted.
@@ -304,16 +309,6 @@ def count_uses(counts: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int,
     of_layer = counts[layer]
     of_layer -= torch.where(rows > 0, of_layer >> fade, 0)
     of_layer += uses[:-1]
-
-
-def count_and_name(
-    counts: Tensor, predicted: Tensor, layer: int, ids: Tensor, rows: Tensor, fade: int, unit: int, named: int
-) -> None:
-    """Count a small batch's step, and predict the next layer's favourites.
-
-    See ``kernels/triton/popularity.py``.
-    """
-    count_uses(counts, layer, ids, rows, fade, unit)
     if layer + 1 < len(counts):
         wanted, experts = counts[layer + 1].sort(descending=True, stable=True)
         of_next = predicted[layer + 1, : min(named, len(experts))]

@@ -28,13 +28,13 @@ from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference, native
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.large_batch import crowded_tokens
 from vllm_dymoe.quantize.dummy import RandomStore
 from vllm_dymoe.server.expert_server import ExpertServer, Parts
 
 RESULTS = "self-test.json"  # file name, next to a store
 _DISTINCT = 2  # number of distinct random experts; the others of the layer share their bytes
-# Rows of the steps: each number uses other kernels. In the last one some experts have 65 rows and more.
-_ROWS = 1, SMALL_BATCH_ROWS, 5 * SMALL_BATCH_ROWS
+_MANY_ROWS = 5 * SMALL_BATCH_ROWS  # with them some experts have 65 rows and more
 # Rounding happens three times: the dequantized weight of a tile, the hidden state and the result, at 8 or 11 bits of
 # mantissa.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -223,7 +223,7 @@ def _run(
                         if options.low:
                             server.set_precision(retention=int(high))
                         work = _Work(store, layer.formats[options.high if high else options.low], activation)
-                        for rows in _ROWS if misses == "fetch" else _ROWS[:2]:
+                        for rows in _rows(layer)[: None if misses == "fetch" else 2]:
                             failure = failure or _compare(server, work, rows)
                             steps += 1
                 finally:
@@ -234,6 +234,12 @@ def _run(
         first = (str(error).splitlines() or [""])[0]
         failure = failure or f"step {steps + 1} of the self-test ended with {type(error).__name__}: {first}"
     return SelfTest(steps, failure, round(time.perf_counter() - begin, 2))
+
+
+def _rows(experts: ModelExperts) -> tuple[int, ...]:
+    """Return the rows of the steps, each of which uses other kernels."""
+    crowded = crowded_tokens(experts.top_k, experts.num_experts)
+    return 1, SMALL_BATCH_ROWS, SMALL_BATCH_ROWS + 1, max(_MANY_ROWS, crowded)
 
 
 def _misses(options: Options, activations: Sequence[Activation]) -> tuple[Literal["fetch", "compute"], ...]:
@@ -267,7 +273,7 @@ class _Work:
     """
 
     def __init__(self, store: RandomStore, fmt: ExpertFormat, activation: Activation) -> None:
-        experts, rows, self.fmt, self.activation = store.experts, max(_ROWS), fmt, activation
+        experts, rows, self.fmt, self.activation = store.experts, max(_rows(store.experts)), fmt, activation
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(rows, fmt.hidden, generator=generator, dtype=torch.float32).to(fmt.dtype)
         # Popularity falls with the expert's number, so that experts with few and many tokens occur.

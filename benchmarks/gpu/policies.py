@@ -228,7 +228,7 @@ class OnTriton(Parts):
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
         """Return a GPU's kernel, with its own scratch."""
-        on_card = TritonKernel("cpu", formats=[m for fmt in experts.formats.values() for m in fmt.matrices])
+        on_card = TritonKernel("cpu", formats=[fmt.matrices for fmt in experts.formats.values()])
         return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
 
 

@@ -39,8 +39,6 @@ class Architecture:
     """Changes to config.json, where transformers writes other names than published checkpoints have."""
     norms: tuple[str, ...] = ()  # weights of norms that vLLM asks for and transformers does not write
     left_out: str = ""  # expression for names of tensors that transformers writes and published checkpoints lack
-    renamed: dict[str, str] = field(default_factory=dict)
-    """Names of tensors in published checkpoints, by those that transformers writes."""
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
         """Write a random bf16 checkpoint, with the same weights every time.
@@ -56,10 +54,10 @@ class Architecture:
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
-        if self.norms or self.left_out or self.renamed:
+        if self.norms or self.left_out:
             tensors = load_file(folder / "model.safetensors")
             kept = (name for name in tensors if not (self.left_out and re.search(self.left_out, name)))
-            tensors = {self.renamed.get(name, name): tensors[name] for name in kept}
+            tensors = {name: tensors[name] for name in kept}
             ones = {name: torch.ones(_HIDDEN, dtype=torch.bfloat16) for name in self.norms}
             save_file(tensors | ones, folder / "model.safetensors", {"format": "pt"})
         return folder

@@ -186,30 +186,6 @@ MORE = {
         "MiniMaxM3VLTextConfig",
         _MOE | _DENSE_FIRST | {"rotary_dim": 16, "intermediate_size": 96, "dense_intermediate_size": 192},
     ),
-    "deepseek-v4": Architecture(
-        "DeepseekV4Config",
-        _MOE
-        | {
-            "num_key_value_heads": 1,
-            "head_dim": 512,
-            "q_lora_rank": 64,
-            "o_groups": 2,
-            "o_lora_rank": 64,
-            "index_n_heads": 4,
-            "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
-            "mlp_layer_types": ["moe", "moe"],
-        },
-        written={
-            "compress_ratios": [4, 128],
-            "num_hash_layers": 0,
-            "topk_method": "noaux_tc",
-            "expert_dtype": "bf16",
-            "qk_rope_head_dim": 64,
-            "mlp_layer_types": None,
-            "layer_types": None,
-        },
-        renamed={f"hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")},
-    ),
 }
 
 

@@ -5,12 +5,13 @@
     python benchmarks/serve/serve.py prefixes              # five minutes
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
-``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`. It does so in
-rounds, of which the fastest counts, because others may use the machine. A run ends after --minutes, and the next one
-continues it. ``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
+``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`, and the machine
+before each. Medians of --rounds count. A run ends after --minutes, and the next one continues it. ``starts`` and
+``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -71,11 +72,6 @@ def open_options(model: Model) -> list[dict[str, Any]]:
     return [{**high, **of, **place} for high in precisions for of in dense for place in PLACES]
 
 
-def machine_of(model: Model, work: Path, *, retune: bool = False) -> Machine:
-    """Return this machine, measured for a model's sizes."""
-    return machine_here(Probe.of(work, model.shape), work / "machines.json", retune=retune)
-
-
 def workload(name: str) -> tuple[PromptSet, Workload]:
     """Return real prompts, or random ones for a model without a tokenizer."""
     prompts = read_prompts(f"random:{PROMPT}" if name == WIDE else "shipped")
@@ -83,42 +79,41 @@ def workload(name: str) -> tuple[PromptSet, Workload]:
 
 
 def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> bool:
-    """Measure a model's combinations until ``end``; return whether all are measured."""
+    """Measure a model's combinations until ``end``; return whether all are measured.
+
+    The machine is measured before each engine, and the plan that an engine is compared with is for that machine: what
+    others leave of a virtual machine changes from minute to minute.
+    """
     folder = folder_of(name, work)
     model, (prompts, asked) = read_model(str(folder)), workload(name)
     options = open_options(model)
     engines: dict[str, list[dict[str, Any]]] = {}  # budgets change while an engine runs
     for of in options:
         engines.setdefault(json.dumps({key: of[key] for key in of if key != "expert_budget"}), []).append(of)
-    rows: dict[str, list[dict[str, float]]] = {json.dumps(of): [] for of in options}
-    complete = True
-    for number in range(rounds):
-        for place, (given, of_engine) in enumerate(engines.items()):
-            known = work / "rows" / name / f"{number}-{place}"
-            if time.time() > end and not (known / "rows.jsonl").is_file():
-                complete = False
-                continue
-            subject = Subject(given, json.loads(given))
-            engine = {"max_model_len": LENGTH}
-            cases = [Case(str(folder), subject, of["expert_budget"], batch, asked, engine)
-                     for of in of_engine for batch in BATCHES]  # fmt: skip
-            found = [1e3 / row["measured"]["tpot_ms"]["median"] for row in measure(cases, prompts, known)]
-            for at, of in enumerate(of_engine):
-                mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
-                rows[json.dumps(of)].append(dict(zip(map(str, BATCHES), mine, strict=True)))
-    machine = machine_of(model, work)
-    start = choose(machine, model, Asked(max_model_len=LENGTH))
+    runs: dict[str, list[Mapping[str, Mapping[str, float]]]] = {json.dumps(of): [] for of in options}
+    complete, machines = True, list[Machine]()
+    for number, (place, (given, of_engine)) in itertools.product(range(rounds), enumerate(engines.items())):
+        known = work / "rows" / name / f"{number}-{place}"
+        if time.time() > end and not (known / "rows.jsonl").is_file():
+            complete = False
+            continue
+        machines.append(machine_here(Probe.of(work, model.shape), known / "machine.json"))
+        engine = {"max_model_len": LENGTH}
+        cases = [Case(str(folder), Subject(given, json.loads(given)), of["expert_budget"], batch, asked, engine)
+                 for of in of_engine for batch in BATCHES]  # fmt: skip
+        found = [1e3 / row["measured"]["tpot_ms"]["median"] for row in measure(cases, prompts, known)]
+        for at, of in enumerate(of_engine):
+            mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
+            measured = dict(zip(map(str, BATCHES), mine, strict=True))
+            runs[json.dumps(of)].append({"measured": measured, "planned": planned(machines[-1], model, of)})
+    start = choose(machines[0], model, Asked(max_model_len=LENGTH))
     settled = {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
-    kept = []
-    for of in options:
-        if runs := rows[json.dumps(of)]:
-            best = {batch: max(run[batch] for run in runs) for batch in runs[0]}
-            mine = all(settled[key] == value for key, value in of.items())
-            kept.append({"options": of, "chosen": mine, "rounds": len(runs), "measured": best,
-                         "planned": planned(machine, model, of)})  # fmt: skip
-    of_models = results.of.get("speeds", {})
-    told = {"machine": machine.model_dump(), "chosen": dict(start.options), "rows": kept}
-    results.keep("speeds", {**of_models, name: told})
+    kept = [
+        {"options": of, "chosen": all(settled[key] == value for key, value in of.items()), "runs": runs[json.dumps(of)]}
+        for of in options if runs[json.dumps(of)]
+    ]  # fmt: skip
+    told = {"machine": machines[0].model_dump(), "chosen": dict(start.options), "rows": kept}
+    results.keep("speeds", {**results.of.get("speeds", {}), name: told})
     return complete
 
 
@@ -277,25 +272,33 @@ def page(results: Results) -> None:
         put(HERE / "README.md", "prefixes", _prefixes(of["prefixes"]))
 
 
+def _median(row: Mapping[str, Any], batch: int, value: Callable[[float, float], float]) -> float:
+    """Return the median over a row's runs of a function of planned and measured tokens per second."""
+    return statistics.median(value(run["planned"][str(batch)], run["measured"][str(batch)]) for run in row["runs"])
+
+
 def _speeds(of: Mapping[str, Any]) -> str:
     summary, plans, texts = [], [], []
+    heads = [f"{batch} at once" for batch in BATCHES]
     for name in (name for name in NAMES if any(row["chosen"] for row in of.get(name, {"rows": ()})["rows"])):
         rows = of[name]["rows"]
         (mine,) = [row for row in rows if row["chosen"]]
-        best = {batch: max(row["measured"][batch] for row in rows) for batch in mine["measured"]}
-        shares = [f"{mine['measured'][batch] / best[batch]:.0%}" for batch in best]
+
+        def speed(row: Mapping[str, Any], batch: int) -> float:
+            return _median(row, batch, lambda _, measured: measured)
+
+        def both(row: Mapping[str, Any], batch: int) -> str:
+            return f"{_median(row, batch, lambda planned, _: planned):.0f}, {speed(row, batch):.0f}"
+
+        shares = [f"{speed(mine, batch) / max(speed(row, batch) for row in rows):.0%}" for batch in BATCHES]
         summary.append([name, f"`{json.dumps(mine['options'])}`", str(len(rows)), *shares])
-        pairs = [(mine["planned"][batch], mine["measured"][batch]) for batch in best]
-        ratios = [f"{said:.0f}, {got:.0f} ({said / got:.2f})" for said, got in pairs]
-        plans.append([name, *ratios])
+        ratios = [_median(mine, batch, lambda planned, measured: planned / measured) for batch in BATCHES]
+        plans.append([name, *(f"{both(mine, batch)} ({r:.2f})" for batch, r in zip(BATCHES, ratios, strict=True))])
         lines = [
-            [f"`{json.dumps(row['options'])}`" + " **chosen**" * row["chosen"],
-             *(f"{row['planned'][batch]:.0f}, {row['measured'][batch]:.0f}" for batch in best)]
+            [f"`{json.dumps(row['options'])}`" + " **chosen**" * row["chosen"], *(both(row, at) for at in BATCHES)]
             for row in rows
-        ]  # fmt: skip
-        heads = ["options", *(f"{batch} at once" for batch in best)]
-        texts.append(f"{name}: planned, measured tokens/s of each request\n\n{markdown(heads, lines)}")
-    heads = [f"{batch} at once" for batch in BATCHES]
+        ]
+        texts.append(f"{name}: planned, measured tokens/s of each request\n\n{markdown(['options', *heads], lines)}")
     first = markdown(["model", "chosen", "of", *heads], summary)
     second = markdown(["model", *heads], plans)
     return (
@@ -355,7 +358,6 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=1e3)
-    parser.add_argument("--retune", action="store_true", help="measure the machine again")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "serve")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -363,9 +365,6 @@ def main() -> None:
     if given.part == "models":
         print([str(folder_of(name, given.work)) for name in given.models])
     elif given.part == "speeds":
-        if given.retune:
-            for name in given.models:
-                machine_of(read_model(str(folder_of(name, given.work))), given.work, retune=True)
         left = [name for name in given.models if not speeds(name, given.work, results, given.rounds, end)]
         print("complete" if not left else f"left: {', '.join(left)}")
     elif given.part != "page":

@@ -11,7 +11,7 @@ from tests.plan.test_plan import MIXTRAL, QWEN3_30B
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
-from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, read_machine
+from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, random_weight_bytes, read_machine
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.start import Asked, Model, choose, read_model
 from vllm_dymoe.resolve import resolve_options
@@ -157,6 +157,18 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
         machine_here(probe, kept, retune=True)
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         machine_here(replace(probe, hidden=512), kept)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [
+    ({}, 256), ({"index0": "48K", "index3": "33792K"}, 256), ({"index2": "2048K", "index3": "491520K"}, 960),
+    ({"index3": "4194304K"}, 1024),
+])  # fmt: skip
+def test_weights_are_timed_past_the_largest_cache(tmp_path, monkeypatch, sizes, expected):
+    for name, text in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(text + "\n")
+    monkeypatch.setattr("vllm_dymoe.plan.machine._CACHES", tmp_path)
+    assert random_weight_bytes(16 << 30) == expected << 20
 
 
 def test_a_cpus_dense_layers_are_as_fast_as_measured():

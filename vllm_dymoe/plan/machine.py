@@ -46,8 +46,10 @@ from vllm_dymoe.server import ExpertServer
 KEPT = "machines.json"  # file name, in the cache folder
 _CARDS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 _NODES = Path("/sys/devices/system/node")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
-_EXPERT_BYTES = 256 << 20  # of random experts at most: more than caches hold
+_READ_BYTES = 256 << 20  # read to time a GPU's host
+_WEIGHTS_LEAST, _WEIGHTS_SHARE = 256 << 20, 16  # bytes of random weights, and the share of memory that they may take
 _ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
 _BITS = 4  # of the experts that are timed
 _MATRICES = 2  # of a layer in addition to its experts: the input and the output projection of attention
@@ -228,8 +230,8 @@ def measure(probe: Probe) -> Machine:
 
     CUDA is used where there is a GPU.
     """
-    told = rates()
-    kernel, experts = _expert_rates(probe)
+    told, weights = rates(), random_weight_bytes(available_host_memory())
+    kernel, experts = _expert_rates(probe, weights)
     cuda = torch.cuda.is_available()
     read, link = float(told["memory_bytes_per_second"]), float(told["link_bytes_per_second"])
     gpus: list[Gpu] = []
@@ -242,7 +244,7 @@ def measure(probe: Probe) -> Machine:
     return Machine(
         gpus=tuple(gpus), cores=usable_cores(), numa_nodes=nodes, host_memory=max(1, available_host_memory()),
         memory_rate=_host_rate() if cuda else read, kernel=kernel, experts=experts,
-        dense=() if cuda else _dense_rates(probe), operation=_operation(), disk=_disk_rate(Path(probe.folder)),
+        dense=() if cuda else _dense_rates(probe, weights), operation=_operation(), disk=_disk_rate(Path(probe.folder)),
     )  # fmt: skip
 
 
@@ -259,8 +261,21 @@ def _fastest(action: Callable[[], object], times: int = 5) -> float:
     return min(seconds)
 
 
+def random_weight_bytes(memory: int) -> int:
+    """Return how many bytes of random weights to time: twice what the largest cache holds.
+
+    A server's last cache can hold half a gigabyte, and a model's weights are read from memory.
+
+    Args:
+        memory: available bytes, a sixteenth of which is the limit.
+    """
+    caches = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+    largest = max((int(text[:-1]) << 10 for text in caches if text[:-1].isdigit() and text.endswith("K")), default=0)
+    return min(max(_WEIGHTS_LEAST, 2 * largest), memory // _WEIGHTS_SHARE)
+
+
 def _host_rate() -> float:
-    memory = torch.ones(_EXPERT_BYTES // 4)
+    memory = torch.ones(_READ_BYTES // 4)
     return memory.nbytes / _fastest(memory.sum)
 
 
@@ -284,15 +299,15 @@ def _operation() -> float:
     return _fastest(some, 8) / 500
 
 
-def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
-    """The CPU kernel's name, and its rates with random experts of all layers.
+def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...]]:
+    """The CPU kernel's name, and its rates with so many bytes of random experts.
 
-    They are computed in memory, by the server of a model's.
+    They are computed in memory, by a model's server.
     """
     fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(_BITS), 64, torch.bfloat16)
-    layers = max(1, min(probe.layers, _EXPERT_BYTES // (probe.experts * fmt.nbytes)))
+    layers = max(1, min(probe.layers, nbytes // (probe.experts * fmt.nbytes)))
     experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {_BITS: fmt})
-    store = RandomStore(experts, max(1, min(layers * probe.experts, _EXPERT_BYTES // fmt.nbytes)))
+    store = RandomStore(experts, max(1, min(layers * probe.experts, nbytes // fmt.nbytes)))
     misses = "auto" if native.load() is None else "compute"
     given = {"policy": "exact", "high": _BITS, "low": 0, "expert_budget": "top-k", "misses": misses}
     options = resolve_options(given, environment={})
@@ -321,13 +336,14 @@ def _expert_rates(probe: Probe) -> tuple[str, tuple[ExpertRate, ...]]:
         server.close()
 
 
-def _dense_rates(probe: Probe) -> tuple[DenseRate, ...]:
-    """The rates of dense layers at 16 and at 8 bits, each with weights of its own."""
+def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
+    """The rates of dense layers at 16 and at 8 bits, with ``nbytes`` at 8 bits."""
     columns, found = probe.hidden, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
-    count = max(1, min(probe.layers, _EXPERT_BYTES // (2 * _MATRICES * rows * columns))) * _MATRICES
+    count = max(1, min(probe.layers, nbytes // (_MATRICES * rows * columns))) * _MATRICES
     generator = torch.Generator().manual_seed(0)
-    plain = [torch.randn(rows, columns, generator=generator).bfloat16() for _ in range(count)]
+    row = torch.randn(columns, generator=generator).bfloat16()
+    plain = [row.repeat(rows, 1) for _ in range(count)]
     layers: dict[int, Sequence[Callable[[torch.Tensor], object]]] = {
         16: [partial(torch.nn.functional.linear, weight=weight) for weight in plain]
     }

@@ -17,7 +17,7 @@ from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
 from vllm_dymoe.experts.encoding import NESTED, STEPS, WHOLE, Encoding
-from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, PackedExpert
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -151,6 +151,7 @@ class Launch:
     integer_zeros: bool = False
     act_order: bool = False
     activation: Activation = Activation.SILU
+    down: DownFormat | None = None  # see ExpertFormat
 
 
 @dataclass(frozen=True)
@@ -185,21 +186,21 @@ def ran(launch: Launch, memory: Any) -> Ran:
     """
     generator = torch.Generator().manual_seed(launch.encoding.tag)
     flags = launch.bias, launch.integer_zeros, launch.act_order, launch.activation.has_gate
-    fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags)
+    fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags, down=launch.down)
     packed, expert = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in fmt.slices], None
     for part, held in zip(fmt.slices, packed, strict=True):
         for matrix, section in zip(part.matrices, part.sections, strict=True):
             fill_randomly(matrix, held[section], generator)
         if expert is None or not launch.low:
             expert, computed = part.view(held, expert), part
-    if launch.act_order:
-        for matrix in expert:
+    for matrix in expert:
+        if matrix.order is not None:
             matrix.order.copy_(torch.randperm(len(matrix.order), generator=generator))
     if launch.bias:
         for matrix in expert:
             matrix.bias.copy_(torch.randn(len(matrix.bias), generator=generator) / 16)
     shape = ExpertShape.of([computed.matrices])
-    precision = computed.matrices[1].encoding.tag
+    tags = [matrix.encoding.tag for matrix in computed.matrices]
     slots = [torch.zeros_like(held) for held in packed]
 
     def places(held: torch.Tensor, part: ExpertFormat) -> torch.Tensor:
@@ -212,8 +213,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
         addresses, targets = addresses * 2, [*targets, torch.zeros(1, 3, dtype=torch.int64)]
     destinations = targets if launch.fetch else [None, None]
     residual = (addresses[1], destinations[1]) if shape.nested else (None, None)
-    bits = torch.full((1, 3), precision, dtype=torch.int32)
-    table = ExpertTable(shape, frozenset((precision,)), addresses[0], bits, destinations[0], *residual)
+    bits = torch.tensor([tags], dtype=torch.int32)
+    table = ExpertTable(shape, frozenset(tags[:2]), addresses[0], bits, destinations[0], *residual)
     tokens, index = launch.tokens, torch.arange(launch.tokens)
     tile = DecodeTile(launch.warps, launch.split, tensor_cores=launch.tensor_cores, dependent=launch.dependent)
     grouped = GroupedTile(64, 256, 64, 4, 3, in_registers=True)

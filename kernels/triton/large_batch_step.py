@@ -46,7 +46,7 @@ class TritonLargeBatch:
         table: returns the tensors of a Table by name, as a layer's kernels take them.
         shape: of the step.
         experts: what all experts have in common.
-        precisions: bit-widths, or codebooks' tags, that may occur.
+        precisions: bit-widths, or codebooks' tags, of gate and up that may occur.
         tiles: sizes of programs.
         activation: applied between the projections.
         disk_queue: brings what is missing into memory; None if all of it is there.

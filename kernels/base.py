@@ -18,6 +18,7 @@ class Decode(IntEnum):
     PLAIN = 0  # without tensor cores
     TENSOR_CORES = 1
     DEPENDENT = 2  # on tensor cores, and down begins while gate and up still run
+    CHAINED = 3  # the same, and gate and up begin while the launch before them still runs
 
 
 class Grouped(IntEnum):

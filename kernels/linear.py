@@ -16,6 +16,7 @@ from vllm_dymoe.kernels import native
 
 _AT_ONCE = 512  # tokens at a time; at a width of 2048 their activations take 7 MB
 _PRODUCTS_OF_A_THREAD = 1 << 20
+_NUMBERS = torch.arange(_AT_ONCE)
 _LINEARS: "WeakValueDictionary[int, Linear]" = WeakValueDictionary()  # by the address of their bytes
 
 
@@ -33,6 +34,11 @@ class Linear:
         self._matrices = (native.Matrix * 3)(*3 * [native.matrix(fmt)])
         self._width = -(-max(fmt.padded_columns, fmt.columns) // 256) * 256
         self._row = library.row_floats(self._width)
+        self._common = layer = native.Layer()  # what all calls have in common: a copy is faster than its fields
+        layer.width, layer.items, layer.matrices = self._width, 1, ctypes.addressof(self._matrices)
+        layer.floats = self._matrices[0].code in native.FLOATS
+        layer.digits = 0 if layer.floats else 2
+        layer.rows = layer.pairs = _NUMBERS.data_ptr()
         _LINEARS[packed.addresses[0]] = self
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,27 +47,29 @@ class Linear:
         The dtype is that of x, bfloat16 or float16.
         """
         out = x.new_empty(len(x), self._packed.format.rows)
-        for first in range(0, len(x), _AT_ONCE):
-            self._multiply(x[first : first + _AT_ONCE], out[first : first + _AT_ONCE])
+        if len(x) <= _AT_ONCE:
+            self._multiply(x, out)
+        else:
+            for part, into in zip(x.split(_AT_ONCE), out.split(_AT_ONCE), strict=True):
+                self._multiply(part, into)
         return out
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:
-        fmt, tokens, x = self._packed.format, len(x), x.contiguous()
-        inputs, numbers = torch.empty(tokens * self._row, dtype=torch.float32), torch.arange(tokens)
-        layer = native.Layer()
+        fmt, tokens, x, threads = self._packed.format, len(x), x.contiguous(), torch.get_num_threads()
+        inputs = torch.empty(tokens * self._row, dtype=torch.float32)
+        layer = native.Layer.from_buffer_copy(self._common)
         layer.tokens = layer.positions = layer.out_rows = tokens
-        layer.hidden, layer.width, layer.dtype = fmt.columns, self._width, x.dtype is torch.float16
-        layer.x, layer.out, layer.inputs = x.data_ptr(), out.data_ptr(), inputs.data_ptr()
-        layer.floats = self._matrices[0].code in native.FLOATS
-        layer.digits = 0 if layer.floats else 2
-        layer.rows = layer.pairs = numbers.data_ptr()
-        layer.threads = torch.get_num_threads()
+        layer.hidden, layer.dtype, layer.threads = fmt.columns, x.dtype is torch.float16, threads
+        layer.x, layer.out = x.data_ptr(), out.data_ptr()
+        layer.inputs = layer.activations = inputs.data_ptr()
         self._library.experts(layer, native.READ, native.READ)
         codes, residual = self._packed.addresses[0], self._packed.addresses[4]
         item = array("q", (0, 0, codes, 0, 0, residual, 0, 0, tokens))
-        layer.items, (layer.item, _) = 1, item.buffer_info()
-        layer.matrices, layer.activations, layer.hidden = ctypes.addressof(self._matrices), layer.inputs, fmt.rows
-        layer.threads = min(torch.get_num_threads(), 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD)
+        layer.item, _ = item.buffer_info()
+        layer.hidden, layer.threads = (
+            fmt.rows,
+            min(threads, 1 + tokens * fmt.rows * fmt.columns // _PRODUCTS_OF_A_THREAD),
+        )
         self._library.experts(layer, native.DOWN, native.DOWN)
 
 

@@ -21,8 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed packag
 import triton
 from flow import digests
 from launched import large_batch_launches, plain_launches, tensor_core_launches, wrong_numbers
-from machine_code import compile_variant, compiled_ptx, product_loops
+from machine_code import accesses_before_waiting, compile_variant, compiled_ptx, product_loops
 from variants import ARCHITECTURES, MAIN, Variant, all_variants
+
+from vllm_dymoe.kernels.triton.start import Overlap
 
 HERE = Path(__file__).parent
 TABLE = HERE / "compiled.json"
@@ -79,6 +81,8 @@ def problems(row: dict) -> list[str]:
             found.append(f"{name} has no tensor-core instructions in its loop, or exchanges data between threads")
         if row["instructions"] > limit:
             found.append(f"{name} has {row['instructions']} instructions in its loop, {limit} are expected at most")
+    if row.get("early"):
+        found.append(f"{name} accesses memory {row['early']} times before it waits for the planner")
     if row["kernel"] in ("gate_up", "down") and row["barriers_in_loops"] > BARRIERS.get(row["triton"], 0):
         found.append(f"{name} exchanges data between threads in its loop")
     if "flow" in row:
@@ -109,6 +113,8 @@ def compile_row(variant: Variant) -> dict:
     row = named | asdict(compile_variant(variant)) | {"digest": variant.digest}
     if variant.kernel.startswith("mma_grouped"):  # for each number of positions of a tile
         row["loops"] = product_loops(variant)
+    if variant.constants.get("OVERLAP") == Overlap.START:
+        row["early"] = accesses_before_waiting(variant)
     return row | {"flow": digests(variant, compiled_ptx)} if has_flow(row) else row
 
 

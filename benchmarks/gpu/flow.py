@@ -97,19 +97,24 @@ class Program:
                     raise ValueError(f"threads diverge: {line}")
                 if active.all():
                     at = len(self._code) if name == "ret" else self._labels[rest.strip()]
-            elif name == "griddepcontrol.wait":
-                self._wait()
+            elif name.startswith("griddepcontrol"):
+                if not active.all():
+                    raise ValueError(f"threads diverge: {line}")
+                self._wait() if name.endswith("wait") else self._release()
             elif name.startswith("cp.async"):
                 self._copy(name, re.findall(r"\[[^]]*\]|[^,\s]+", rest), active)
             elif name.startswith("bar") and "warp" not in name:
                 self._show()
-            elif not name.startswith(("bar", "membar", "fence", "griddepcontrol")):
+            elif not name.startswith(("bar", "membar", "fence")):
                 operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
                 operands = [text.strip("{} ") if "," not in text else text for text in operands]
                 self._execute(name.replace("::cta", "").split("."), operands, active)
 
     def _wait(self) -> None:
         """Wait for the previous launch, which has ended here."""
+
+    def _release(self) -> None:
+        """Let the next launch begin."""
 
     def _copy(self, name: str, operands: list[str], active: NDArray[np.bool_]) -> None:
         """Copy to shared memory, as late as the program allows.

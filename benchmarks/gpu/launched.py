@@ -7,7 +7,7 @@ constant, and decoded experts gave zeros.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -34,11 +34,27 @@ from vllm_dymoe.kernels.triton import (
     grouped_gate_up,
 )
 from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.start import Overlap
 from vllm_dymoe.quantize.dummy import fill_randomly
 
 TOLERANCE = 1e-2
 ENCODINGS = tuple(encoding for encoding in WHOLE.values() if encoding.stored_bits == encoding.bits)
 """Those that lie in one section."""
+
+
+@dataclass
+class Order:
+    """What the programs of a kernel do before they wait for the previous launch.
+
+    Attributes:
+        early: global addresses that they use.
+        waits: every program waits.
+        releases_first: a program lets the next launch begin before it waits.
+    """
+
+    early: set[int] = field(default_factory=set)
+    waits: bool = True
+    releases_first: bool = False
 
 
 class Launched(Program):
@@ -49,21 +65,24 @@ class Launched(Program):
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
         super().__init__(ptx, memory, arguments, threads)
-        self.early, self._waited = set[int](), False  # global addresses that are used before the wait
+        self.order = Order(waits=False)
         for name, number in zip("xyz", (*place, 0), strict=False):
             self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
 
     def _wait(self) -> None:
-        self._waited = True
+        self.order.waits = True
+
+    def _release(self) -> None:
+        self.order.releases_first |= not self.order.waits
 
     def _set(self, text: str, value: Value, active: Any) -> None:
         none = self._nothing.bits  # no trees: only numbers matter here
         super()._set(text, Value(value.bits, none, none), active)
 
     def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
-        if not self._waited and "global" in words and active.any():
+        if not self.order.waits and "global" in words and active.any():
             base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
-            self.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
+            self.order.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
         super()._execute(words, operands, active)
         if words[0] == "atom" and active.any():  # one thread is active; its operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
@@ -80,11 +99,11 @@ class Host:
         changed: gets the PTX of each kernel and returns what runs in its place.
 
     Attributes:
-        early: by kernel, the addresses that its programs use before they wait for the previous launch.
+        order: of each kernel that was launched.
     """
 
     def __init__(self, architecture: int, changed: Callable[[str], str] = str) -> None:
-        self._architecture, self._changed, self.early = architecture, changed, dict[str, set[int]]()
+        self._architecture, self._changed, self.order = architecture, changed, dict[str, Order]()
         self._bytes, self._places, self._end = np.zeros(1 << 22, np.uint8), dict[int, int](), 512
 
     def run(
@@ -94,10 +113,13 @@ class Host:
         name = kernel.__name__.removesuffix("_kernel")
         variant = variant_of((self._architecture, name, "", "", ""), kernel, tensors, constants, options)
         ptx, arguments = self._changed(compiled_ptx(variant)), [self.place(tensor) for tensor in tensors]
+        order = self.order.setdefault(name, Order())
         for place in product(*map(range, grid)):
             program = Launched(ptx, self._bytes, arguments, 32 * options["num_warps"], place)
             program.run()
-            self.early[name] = self.early.get(name, set()) | program.early
+            order.early |= program.order.early
+            order.waits &= program.order.waits
+            order.releases_first |= program.order.releases_first
 
     def place(self, tensor: torch.Tensor) -> int:
         """Return a tensor's address; the first time, its content is copied there."""
@@ -126,6 +148,7 @@ class Launch:
     low: bool = False  # computed from the base slice alone
     tensor_cores: int = 0  # see DecodeTile, also for the next field
     dependent: bool = False
+    overlap: Overlap = Overlap.NONE  # of gate and up with the launch before; there is one more item, without tokens
     grouped: bool = False  # launched as in large batches, with weights dequantized in registers
     warps: int = 4
     group: int = 64
@@ -146,6 +169,8 @@ class Ran:
         out: outputs of the tokens or pairs, in the launch's dtype.
         x: inputs of the tokens.
         expert: the computed expert.
+        packed: addresses of the expert's sections.
+        planned: addresses that a planner writes: addresses, destinations, bits, work list and rows.
         written: addresses that launches write: hidden states, outputs, partial sums and semaphores.
     """
 
@@ -153,6 +178,8 @@ class Ran:
     out: torch.Tensor
     x: torch.Tensor
     expert: PackedExpert
+    packed: list[range]
+    planned: list[range]
     written: list[range]
 
 
@@ -199,6 +226,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
     grouped = GroupedTile(64, 256, 64, 4, 3, in_registers=True)
     apart = grouped.block_m if launch.grouped else tokens if launch.fetch else tile.positions
     pieces = [[0, at, min(at + apart, tokens)] for at in range(0, tokens, apart)]
+    if launch.overlap:
+        pieces.append([0, 0, 0])
     summed = tokens + launch.weighted
     if launch.weighted:
         pieces.append([-1, 0, summed])
@@ -216,7 +245,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
         grouped_gate_up(read, hidden, table, first, launch.activation, grouped, start=start)
         grouped_down(hidden, out, table, first, grouped, start=start)
     else:
-        decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, start=start)
+        overlap = launch.overlap
+        decode_gate_up(read, hidden, table, first, launch.activation, tile, scratch, overlap=overlap, start=start)
         decode_down(hidden, out, table, work, tile, scratch, weights if launch.weighted else None, start=start)
     want = expert_reference(x, *expert, launch.activation) * (0.5 if launch.weighted else 1.0)
     got, rest = memory.read(out).split([tokens, launch.weighted])
@@ -226,8 +256,11 @@ def ran(launch: Launch, memory: Any) -> Ran:
     fetched = zip(slots[: len(used)], used, strict=True)
     if launch.fetch and not all(torch.equal(memory.read(slot), held) for slot, held in fetched):
         error = torch.inf
-    placed = (hidden, out, scratch.partials, scratch.semaphores)
-    return Ran(error, got, x, expert, [range(memory.place(t), memory.place(t) + t.nbytes) for t in placed])
+    planned = *table.places, table.bits, first.items, work.items, index
+    written = hidden, out, scratch.partials, scratch.semaphores
+    listed = packed, planned, written
+    at = [[range(memory.place(t), memory.place(t) + t.nbytes) for t in some] for some in listed]
+    return Ran(error, got, x, expert, *at)
 
 
 SHARED = {"split": 2, "fetch": True, "weighted": True}

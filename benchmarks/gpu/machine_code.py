@@ -54,6 +54,22 @@ def product_loops(variant: Variant) -> list[tuple[int, int]]:
     return sorted((sum(line.startswith("HMMA") for line in loop), len(loop)) for loop in _loops_of_products(code))
 
 
+def accesses_before_waiting(variant: Variant) -> int:
+    """Return how often memory is accessed before the wait for the previous launch.
+
+    Instructions are counted in the machine code of a variant that waits at its start, to which the compilers may have
+    moved loads.
+
+    Raises:
+        ValueError: it does not wait.
+    """
+    source, target, options = _prepared(variant)
+    code = _instructions(_read_cubin(triton.compile(source, target=target, options=options).asm["cubin"])[2])
+    if not (waits := [number for number, line in enumerate(code) if line.startswith("ACQBULK")]):
+        raise ValueError(f"{variant.key} does not wait for the previous launch")
+    return sum(re.match(r"LDG|LD\.|STG|ST\.|ATOM|RED", line) is not None for line in code[: waits[0]])
+
+
 def compiled_ptx(variant: Variant) -> str:
     """Return the PTX of a variant."""
     source, target, options = _prepared(variant)
@@ -110,6 +126,11 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
 
 def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(_TOOLS / name), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _instructions(code: list[str]) -> list[str]:
+    found = (re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?);", line) for line in code)
+    return [line[1].strip() for line in found if line]
 
 
 def _longest_loop(code: list[str]) -> list[str]:

@@ -12,8 +12,8 @@ On the H100's architecture these are compiled:
 - the weighted sum, rotations, and the kernels that place experts, plan a step and copy.
 
 Decode on tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five. Ada
-and data-center Blackwell have 4 and 4/2 bits without tensor cores, too. Codes of 4/2 and 8/4 are two sections, as they
-are stored.
+and data-center Blackwell have 4 and 4/2 bits without tensor cores, too. From sm_90 on its launches, and those before
+it, overlap as by default. Codes of 4/2 and 8/4 are two sections, as they are stored.
 """
 
 import ast
@@ -57,12 +57,15 @@ from vllm_dymoe.kernels.triton import (
     uses,
 )
 from vllm_dymoe.kernels.triton.large_batch import plan_large_batch_on_gpu
+from vllm_dymoe.kernels.triton.start import Overlap
 from vllm_dymoe.planner.large_batch import LargeBatchShape, LargeBatchWork
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.prefetch import PrefetchList
 from vllm_dymoe.planner.table import Table
 
 ARCHITECTURES, MAIN = (80, 89, 90, 100, 120), 90
+OVERLAPPING = 90
+"""The first architecture whose launches overlap."""
 WHOLE_STEPS = 80, 90, 120
 """Architectures for which everything that a device's own step launches without tensor cores is compiled; for the others
 what it does by default, at 4 and 4/2 bits."""
@@ -206,8 +209,9 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     It has no addresses.
     """
     grouped, tiles = kernel.startswith("grouped"), choose_tiles(architecture, *SIZES)
+    overlaps = case.tensor_cores > 0 and architecture >= OVERLAPPING
     if case.tensor_cores:
-        tiles = tiles.on_tensor_cores(case.tensor_cores)
+        tiles = tiles.on_tensor_cores(case.tensor_cores, dependent=overlaps)
     tile = getattr(tiles.in_registers() if case.in_registers else tiles, kernel)
     tile = tile[-1] if grouped else tile
     addresses, bits = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
@@ -227,7 +231,8 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
     name, note = (f"mma_{kernel}", f"{note}, {case.tensor_cores} tokens") if case.tensor_cores else (kernel, note)
     name = f"mma_{kernel}" if case.in_registers else name
     shape, precisions = "x".join(map(str, SIZES)), "/".join(WHOLE[tag].name for tag in case.bits)
-    return _noted((architecture, name, shape, precisions, note), _LAUNCHES[kernel], *arguments)
+    launch = partial(_LAUNCHES[kernel], **({"overlap": Overlap.START} if overlaps and gate else {}))
+    return _noted((architecture, name, shape, precisions, note), launch, *arguments)
 
 
 def _others(architecture: int) -> Iterator[Variant]:
@@ -255,7 +260,8 @@ def _others(architecture: int) -> Iterator[Variant]:
         for nested, columns in enumerate(tables):
             plan = LayerPlan.allocate(1, top_k, experts, "cpu", slices=1 + nested).tensors
             described = *key[:4], key[4] + ", nested" * nested
-            yield _noted(described, planner.plan_small_batch_on_gpu, vars(columns), 0, ids, scores, rows, plan)
+            alone = partial(planner.plan_small_batch_on_gpu, followed=architecture >= OVERLAPPING)
+            yield _noted(described, alone, vars(columns), 0, ids, scores, rows, plan)
             if not nested and top_k == _ROUTERS[0][1]:
                 described = *key[:4], f"{key[4]}, shared with the host"
                 shared = partial(planner.plan_small_batch_on_gpu, on_cpu=True)
@@ -325,8 +331,9 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
     shape, plan = cpu_queue.QueueShape(2, 16, 8, 128, SIZES[0], torch.bfloat16), LayerPlan.allocate(16, 8, 128, "cpu")
     x, ids, turn = torch.empty(16, SIZES[0]).bfloat16(), torch.zeros(16, 8).int(), torch.zeros(3).long()
     rows, door = x.new_empty(128, SIZES[0]), cpu_queue.DeviceQueue(shape, turn, ids.flatten())
-    posted = door, 0, x, ids, ids[0, :1], plan.tensors
-    yield _noted((architecture, "post", str(SIZES[0]), "", ""), cpu_queue.post, *posted)
+    posted, followed = (door, 0, x, ids, ids[0, :1], plan.tensors), architecture >= OVERLAPPING
+    post, take_sources = (partial(some, followed=followed) for some in (cpu_queue.post, cpu_queue.take_sources))
+    yield _noted((architecture, "post", str(SIZES[0]), "", ""), post, *posted)
     yield _noted((architecture, "wait", "", "", ""), cpu_queue.wait, turn)
     yield _noted((architecture, "collect", str(SIZES[0]), "", ""), cpu_queue.take, door, rows, ids)
     for nested in (False, True):  # for experts that come from disk
@@ -334,7 +341,7 @@ def _cpu_queue(architecture: int) -> Iterator[Variant]:
         asked, note = LayerPlan.allocate(16, 8, 128, "cpu", slices=1 + nested).tensors, "nested" * nested
         yield _noted((architecture, "ask", "128 experts", "", note), cpu_queue.ask, door, 0, asked)
         taken = door, table, 0, asked
-        yield _noted((architecture, "take_sources", "128 experts", "", note), cpu_queue.take_sources, *taken)
+        yield _noted((architecture, "take_sources", "128 experts", "", note), take_sources, *taken)
 
 
 def variant_of(

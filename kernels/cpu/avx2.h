@@ -4,6 +4,8 @@ VECTORS_OF(8)
 typedef __m256i Q;
 constexpr int QS = 4, STEP = 2, COPIES = 2, PER_Q = 2, MOST_TOKENS = 2, ROWS_OF_MOST = 2, TILE_VECTORS = 2;
 constexpr int LARGEST_CODE = 24;  // for larger codes 16 bits are too few for a SPAN of products
+constexpr int BLOCKS_OF_ONE = 1;
+constexpr bool MULTIPLIES_UNCUT = false;
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 

@@ -4,6 +4,8 @@ VECTORS_OF(16)
 typedef __m512i Q;
 constexpr int QS = 4, STEP = 4, COPIES = 1, PER_Q = 1, MOST_TOKENS = 4, ROWS_OF_MOST = 2, TILE_VECTORS = 4;
 constexpr int LARGEST_CODE = 255;
+constexpr int BLOCKS_OF_ONE = 2;
+constexpr bool MULTIPLIES_UNCUT = true;
 
 INLINE I load_words(const uint16_t* p) { return (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE int row_of(int v) { return 32 * (v & 1) + 16 * (v >> 1); }
@@ -35,8 +37,8 @@ INLINE __m512i side_by_side(Packed p, int i) {  // rows from 16 * i on, and in t
 template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q* out) {
     for (int i = 0; i < R / 2; i++) {
         const __m512i rows = side_by_side(p, first / 2 + i), mask = _mm512_set1_epi8(MASK);
-        out[2 * i] = _mm512_and_si512(rows, mask);
-        out[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(rows, 4), mask);
+        out[2 * i] = MASK == UNCUT ? rows : _mm512_and_si512(rows, mask);
+        out[2 * i + 1] = MASK == UNCUT ? _mm512_and_si512(rows, _mm512_set1_epi8((char)0xf0)) : _mm512_and_si512(_mm512_srli_epi16(rows, 4), mask);
         if (LEVEL) {
             const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)TWICE_E2M1));
             for (int h = 0; h < 2; h++) out[2 * i + h] = _mm512_shuffle_epi8(table, out[2 * i + h]);

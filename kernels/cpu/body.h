@@ -10,9 +10,10 @@ constexpr int VECTORS = BLOCK / W;    // float vectors in one column of a block
 constexpr int UNIT = 32;              // activations that share a power of two
 constexpr int CHUNK = 64;             // columns that are unpacked at a time, if many tokens share them
 constexpr int BATCH = 32;             // most tokens that share unpacked codes
-// Distance of prefetching, in bytes. Without it AVX2 loses a fifth (EPYC 9004).
-constexpr i64 AHEAD = 768;
-constexpr int SCALES_AHEAD = 2;       // groups whose scales are prefetched
+constexpr int MOST_BLOCKS = 2;        // most blocks in a piece of work
+// Distance of prefetching, in bytes: into the first cache, and on Intel's processors into the second.
+constexpr i64 AHEAD = 768, FAR_AHEAD = 4096;
+constexpr int SCALES_AHEAD = 4;       // groups whose scales are prefetched
 
 INLINE F load(const float* p) { return *(const Unaligned*)p; }
 INLINE void store(float* p, F v) { *(Unaligned*)p = v; }
@@ -179,10 +180,14 @@ enum Kind { FOUR, LEVELS, TWO, TWO_AND_TWO, EIGHT, POINTS, TWO_POINTS };
 // Number of low bits that are multiplied separately from the high ones, or 0.
 constexpr int in_planes(Kind kind) { return kind == EIGHT && LARGEST_CODE < 255 ? 4 : kind == TWO_POINTS && LARGEST_CODE < 70 ? 2 : 0; }
 
-// STEP columns of a block, as bytes in R registers Q from `first` on.
-template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
+// Whether bytes of two rows' codes are multiplied whole, and beside them 16 times the upper code. The lower row's exact
+// sum is the difference, so that one mask replaces two and a shift.
+constexpr bool uncut(Kind kind) { return MULTIPLIES_UNCUT && (kind == FOUR || kind == TWO_AND_TWO); }
+
+// STEP columns of a block, as bytes in R registers Q from `first` on. With MASK = UNCUT they are as `uncut` says.
+template <Kind kind, int R, int MASK = 15> INLINE void codes(Codes at, i64 column, i64 fold, int first, Q* out) {
     if constexpr (kind == FOUR || (kind == EIGHT && in_planes(kind))) {
-        split<15, false, R>(packed(at.high + 32 * column), first, out);
+        split<MASK, false, R>(packed(at.high + 32 * column), first, out);
     } else if constexpr (kind == LEVELS) {
         split<15, true, R>(packed(at.high + 32 * column), first, out);
     } else if constexpr (kind == EIGHT) {
@@ -198,7 +203,7 @@ template <Kind kind, int R> INLINE void codes(Codes at, i64 column, i64 fold, in
                 for (int i = 0; i < R; i++) out[i] = (out[i] << 2) + residual[i];
             }
         } else if constexpr (kind == TWO) split<3, false, R>(shifted(packed(at.high + place), 2 * second), first, out);
-        else split<15, false, R>(merged(packed(at.high + place), packed(at.low + place), second), first, out);
+        else split<MASK, false, R>(merged(packed(at.high + place), packed(at.low + place), second), first, out);
     }
 }
 
@@ -276,43 +281,63 @@ template <int N, int V> INLINE void end_group(const Scales& scales, const float*
     });
 }
 
+// Intel's own prefetchers stop at a page's end: with codes from further ahead one token takes three quarters of the time
+// (Xeon with AMX). On an EPYC 9004 AVX2 loses a fifth without prefetching, and AVX-512 a tenth with it.
 template <Kind kind> INLINE void prefetch_codes(Codes at, i64 column) {
-    if (W == 16) return;  // without this, AVX-512 is a tenth faster
     constexpr bool two = kind == TWO || kind == TWO_AND_TWO || kind == POINTS || kind == TWO_POINTS;
+    constexpr bool low = kind == TWO_AND_TWO || kind == EIGHT || kind == TWO_POINTS;
     constexpr int bytes_of_column = two ? 16 : 32;
-    const i64 from = bytes_of_column * column + AHEAD;
     for (int i = 0; i < STEP * bytes_of_column; i += 64) {
-        __builtin_prefetch(at.high + from + i);
-        if (kind == TWO_AND_TWO || kind == EIGHT || kind == TWO_POINTS) __builtin_prefetch(at.low + from + i);
+        const i64 from = bytes_of_column * column + i;
+        if (INTEL) {
+            __builtin_prefetch(at.high + from + FAR_AHEAD, 0, 2);
+            if (low) __builtin_prefetch(at.low + from + FAR_AHEAD, 0, 2);
+        } else if (W < 16) {
+            __builtin_prefetch(at.high + from + AHEAD);
+            if (low) __builtin_prefetch(at.low + from + AHEAD);
+        }
     }
 }
 
 // N tokens, R registers of rows at a time; codes are unpacked where they are multiplied. 8-bit codes in planes are 16
-// times the high plane plus the low one, combined as exact sums of a unit.
-template <Kind kind, int N, int R, int DIGITS, int WIDTH>
-static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, float* out) {
+// times the high plane plus the low one, combined as exact sums of a unit. B adjacent blocks, `stride` bytes apart, are
+// multiplied together; out is [B][N][BLOCK].
+template <Kind kind, int N, int R, int DIGITS, int WIDTH, int B = 1>
+static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 stride, i64 block, const Row* x, float* out) {
     constexpr int V = PER_Q * R;
-    alignas(64) float total[N * BLOCK] = {};
-    for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block, group);
+    static_assert(B == 1 || (R == QS && !in_planes(kind)), "blocks have all their rows in registers");
+    alignas(64) float total[B * N * BLOCK] = {};
+    for (int b = 0; b < B; b++) for (int group = 0; group < SCALES_AHEAD; group++) prefetch_scales(m, section, block + b, group);
     const i64 groups = m.padded_columns / m.group;
     for (i64 group = 0; group < groups; group++) {
-        prefetch_scales(m, section, block, group + SCALES_AHEAD);
         const i64 begin = group * m.group, end = begin + m.group;
-        Scales scales;
-        scales_of(m, section, block, group, scales);
+        Scales scales[B];
+        for (int b = 0; b < B; b++) {
+            prefetch_scales(m, section, block + b, group + SCALES_AHEAD);
+            scales_of(m, section, block + b, group, scales[b]);
+        }
         float of_group[N];
         for (int t = 0; t < N; t++) of_group[t] = x[t].group_sum(begin, m.group);
         unroll<QS / R>([&](auto part) LAMBDA {
             constexpr int first = decltype(part)::value * R;
-            F sums[N][V];
-            unroll<N * V>([&](auto i) LAMBDA { sums[i / V][i % V] = F{}; });
+            F sums[B][N][V];
+            unroll<B * N * V>([&](auto i) LAMBDA { sums[i / (N * V)][i / V % N][i % V] = F{}; });
             asm volatile("" ::: "memory");  // or GCC keeps totals in the registers that a group's sums need
             for (i64 column = begin; column < end; column += WIDTH) {
-                I wide[N][V];
-                exact_sums<WIDTH, kind == LEVELS ? 8 : 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA {
-                    if (first == 0) prefetch_codes<kind>(at, c);
-                    codes<kind, R>(at, c, m.fold, first, q);
+                I wide[N][B * V];
+                exact_sums<WIDTH, kind == LEVELS ? 8 : 16, N, B * R, DIGITS>([&](i64 c, Q* q) LAMBDA {
+                    unroll<B>([&](auto b) LAMBDA {
+                        const Codes of_block = {at.high + b * stride, at.low + b * stride};
+                        if (first == 0) prefetch_codes<kind>(of_block, c);
+                        codes<kind, R, uncut(kind) ? UNCUT : 15>(of_block, c, m.fold, first, q + R * b);
+                    });
                 }, x, column, wide);
+                if constexpr (uncut(kind))
+                    unroll<N * B * V / 2>([&](auto i) LAMBDA {
+                        I *lower = wide[i / (B * V / 2)] + 2 * (i % (B * V / 2)), *upper = lower + 1;
+                        *lower -= *upper;
+                        *upper >>= 4;
+                    });
                 if constexpr (in_planes(kind)) {
                     I residual[N][V];
                     exact_sums<WIDTH, 16, N, R, DIGITS>([&](i64 c, Q* q) LAMBDA { codes<kind, R>({at.low, nullptr}, c, m.fold, first, q); }, x, column, residual);
@@ -320,13 +345,13 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
                 }
                 unroll<N>([&](auto t) LAMBDA {
                     const F scale = all(x[t].scale[uint64_t(column) / UNIT]);
-                    unroll<V>([&](auto v) LAMBDA { sums[t][v] += to_float(wide[t][v]) * scale; });
+                    unroll<B * V>([&](auto v) LAMBDA { sums[v / V][t][v % V] += to_float(wide[t][v]) * scale; });
                 });
             }
-            end_group<N, V>(scales, of_group, PER_Q * first, sums, total);
+            unroll<B>([&](auto b) LAMBDA { end_group<N, V>(scales[b], of_group, PER_Q * first, sums[b], total + b * N * BLOCK); });
         });
     }
-    for (int t = 0; t < N; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
+    for (int t = 0; t < B * N; t++) for (int v = 0; v < VECTORS; v++) store_rows(out + BLOCK * t, v, load(total + BLOCK * t + W * v));
 }
 
 #ifdef TILES
@@ -335,21 +360,27 @@ static void strip(const Matrix& m, const uint8_t* section, Codes at, i64 block, 
 
 constexpr int ROWS_OF_ONE = std::min(QS, MOST_TOKENS * ROWS_OF_MOST);  // no more sums than with the most tokens
 template <Kind kind, int DIGITS, int WIDTH>
-static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
+static void strips(const Matrix& m, const uint8_t* section, Codes at, i64 stride, i64 block, i64 blocks, const Row* x, i64 n, const Layer& k, float* out) {
+    if constexpr (BLOCKS_OF_ONE == 2)
+        if (n == 1 && blocks == 2) return strip<kind, 1, QS, DIGITS, WIDTH, 2>(m, section, at, stride, block, x, out);
+    for (i64 last = block + blocks; block < last; block++, at.high += stride, at.low += stride) {
+        const Row* from = x;
+        i64 left = n;
 #ifdef TILES
-    if (k.tiles && n >= FEWEST) return tiled<kind, DIGITS, WIDTH>(m, section, at, block, x, n, out);
+        if (k.tiles && n >= FEWEST) tiled<kind, DIGITS, WIDTH>(m, section, at, block, x, n, out), left = 0, out += n * BLOCK;
 #endif
-    for (; n >= MOST_TOKENS; n -= MOST_TOKENS, x += MOST_TOKENS, out += MOST_TOKENS * BLOCK)
-        strip<kind, MOST_TOKENS, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
-    if constexpr (MOST_TOKENS > 2 && DIGITS == 2)
-        for (; n >= 2; n -= 2, x += 2, out += 2 * BLOCK) strip<kind, 2, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, block, x, out);
-    for (; n > 0; n--, x++, out += BLOCK) strip<kind, 1, ROWS_OF_ONE, DIGITS, WIDTH>(m, section, at, block, x, out);
+        for (; left >= MOST_TOKENS; left -= MOST_TOKENS, from += MOST_TOKENS, out += MOST_TOKENS * BLOCK)
+            strip<kind, MOST_TOKENS, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, stride, block, from, out);
+        if constexpr (MOST_TOKENS > 2 && DIGITS == 2)
+            for (; left >= 2; left -= 2, from += 2, out += 2 * BLOCK) strip<kind, 2, ROWS_OF_MOST, DIGITS, WIDTH>(m, section, at, stride, block, from, out);
+        for (; left > 0; left--, from++, out += BLOCK) strip<kind, 1, ROWS_OF_ONE, DIGITS, WIDTH>(m, section, at, stride, block, from, out);
+    }
 }
 template <Kind kind>
-static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
+static void quantized(const Matrix& m, const uint8_t* section, Codes at, i64 stride, i64 block, i64 blocks, const Row* x, i64 n, const Layer& k, float* out) {
     if constexpr (kind == LEVELS)
-        if (m.group < UNIT) return (k.digits == 2 ? strips<kind, 2, 16> : strips<kind, 1, 16>)(m, section, at, block, x, n, k, out);
-    (k.digits == 2 ? strips<kind, 2, UNIT> : strips<kind, 1, UNIT>)(m, section, at, block, x, n, k, out);
+        if (m.group < UNIT) return (k.digits == 2 ? strips<kind, 2, 16> : strips<kind, 1, 16>)(m, section, at, stride, block, blocks, x, n, k, out);
+    (k.digits == 2 ? strips<kind, 2, UNIT> : strips<kind, 1, UNIT>)(m, section, at, stride, block, blocks, x, n, k, out);
 }
 
 // FP8: codes become float32 before they are multiplied.
@@ -452,38 +483,52 @@ static void plain(const Matrix& m, const uint8_t* section, i64 block, const Row*
 #include "bf16.h"
 #endif
 
-// out [n, 64] = x [n, columns] times rows from 64 * block on of a matrix, plus the bias; n is at most BATCH.
-static void product(const Matrix& m, const Item& item, int which, i64 block, const Row* x, i64 n, const Layer& k, float* out) {
+// out [blocks, n, 64] = x [n, columns] times rows from 64 * block on of a matrix, plus the bias; n is at most BATCH.
+static void product(const Matrix& m, const Item& item, int which, i64 block, i64 blocks, const Row* x, i64 n, const Layer& k, float* out) {
     const i64 dtype = k.dtype;
     const uint8_t *section = (const uint8_t*)item.sections[which], *residual = (const uint8_t*)item.residual[which];
-    const i64 plane = BLOCK / 2 * m.padded_columns * block, half = plane / 2;
-    const Codes planes = m.nested ? Codes{section + plane, residual + plane}
-                                  : Codes{section + 2 * plane, section + 2 * plane + BLOCK / 2 * m.padded_columns};
+    // Bytes of a block's codes: of a plane of four bits, and of one of two.
+    const i64 four = BLOCK / 2 * m.padded_columns, two = four / 2;
+    auto quantize = [&](auto kind, const uint8_t* high, const uint8_t* low, i64 stride) {
+        quantized<decltype(kind)::value>(m, section, {high + stride * block, low + stride * block}, stride, block, blocks, x, n, k, out);
+    };
+#define OF(kind) std::integral_constant<Kind, kind>()
+    if (m.code == PLAIN || m.code == E4M3) {
+        for (i64 b = 0; b < blocks; b++) {
+            float* to = out + b * n * BLOCK;
+            const i64 plane = four * (block + b);
+            const Codes planes = m.nested ? Codes{section + plane, residual + plane} : Codes{section + 2 * plane, section + 2 * plane + four};
 #ifdef PAIRS
-    if (k.floats && m.code == PLAIN && dtype == BFLOAT16) plain_pairs(m, section, block, x, n, out);
-    else if (k.floats && m.code == E4M3) {
-        i64 t = 0;
-        for (; t + 2 <= n; t += 2) fp8_pairs<2>(m, section, planes, block, x + t, out + BLOCK * t);
-        if (t < n) fp8_pairs<1>(m, section, planes, block, x + t, out + BLOCK * t);
-    } else
+            if (k.floats && m.code == PLAIN && dtype == BFLOAT16) plain_pairs(m, section, block + b, x, n, to);
+            else if (k.floats && m.code == E4M3) {
+                i64 t = 0;
+                for (; t + 2 <= n; t += 2) fp8_pairs<2>(m, section, planes, block + b, x + t, to + BLOCK * t);
+                if (t < n) fp8_pairs<1>(m, section, planes, block + b, x + t, to + BLOCK * t);
+            } else
 #endif
-    if (m.code == PLAIN) plain(m, section, block, x, n, dtype, out);
-    else if (m.code == E4M3) floats(m, section, planes, block, x, n, out);
-    else if (m.code == LATTICE && m.nested) quantized<TWO_POINTS>(m, section, {section + half, residual + half}, block, x, n, k, out);
-    else if (m.code == LATTICE) quantized<POINTS>(m, section, {section + half, nullptr}, block, x, n, k, out);
-    else if (m.code == E2M1) quantized<LEVELS>(m, section, {section + plane, nullptr}, block, x, n, k, out);
-    else if (m.bits == 8) quantized<EIGHT>(m, section, planes, block, x, n, k, out);
-    else if (m.bits == 2) quantized<TWO>(m, section, {section + half, nullptr}, block, x, n, k, out);
-    else if (m.nested) quantized<TWO_AND_TWO>(m, section, {section + half, residual + half}, block, x, n, k, out);
-    else quantized<FOUR>(m, section, {section + plane, nullptr}, block, x, n, k, out);
+            if (m.code == PLAIN) plain(m, section, block + b, x, n, dtype, to);
+            else floats(m, section, planes, block + b, x, n, to);
+        }
+    }
+    else if (m.code == LATTICE && m.nested) quantize(OF(TWO_POINTS), section, residual, two);
+    else if (m.code == LATTICE) quantize(OF(POINTS), section, section, two);
+    else if (m.code == E2M1) quantize(OF(LEVELS), section, section, four);
+    else if (m.bits == 8 && m.nested) quantize(OF(EIGHT), section, residual, four);
+    else if (m.bits == 8) quantize(OF(EIGHT), section, section + four, 2 * four);
+    else if (m.bits == 2) quantize(OF(TWO), section, section, two);
+    else if (m.nested) quantize(OF(TWO_AND_TWO), section, residual, two);
+    else quantize(OF(FOUR), section, section, four);
+#undef OF
     if (m.factor >= 0) {
         const float *pair = (const float*)(section + m.factor), factor = pair[0] / pair[1];
-        for (i64 i = 0; i < n * BLOCK; i++) out[i] *= factor;
+        for (i64 i = 0; i < blocks * n * BLOCK; i++) out[i] *= factor;
     }
     if (m.bias >= 0) {
-        const uint16_t* bias = (const uint16_t*)(section + m.bias) + BLOCK * block;
-        const i64 rows = m.rows - BLOCK * block < BLOCK ? m.rows - BLOCK * block : BLOCK;
-        for (i64 t = 0; t < n; t++) for (i64 r = 0; r < rows; r++) out[BLOCK * t + r] += half_to_float(bias[r], dtype);
+        for (i64 b = 0; b < blocks; b++) {
+            const uint16_t* bias = (const uint16_t*)(section + m.bias) + BLOCK * (block + b);
+            const i64 rows = std::min(m.rows - BLOCK * (block + b), i64(BLOCK));
+            for (i64 t = 0; t < n; t++) for (i64 r = 0; r < rows; r++) out[(b * n + t) * BLOCK + r] += half_to_float(bias[r], dtype);
+        }
     }
 }
 
@@ -519,25 +564,25 @@ static void read_inputs(const Layer& k, i64 token) {
     for (c = 0; c < k.width; c += BLOCK) prepare(k, row, c);
 }
 
-static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) {
+static void gate_up(const Layer& k, const Item& item, i64 block, i64 blocks, float* memory) {
     const Matrix* matrices = k.matrices + 3 * item.form;
     const i64 size = Row::floats(k.width);
-    alignas(64) float g[BATCH * BLOCK], u[BATCH * BLOCK];
+    alignas(64) float g[MOST_BLOCKS * BATCH * BLOCK], u[MOST_BLOCKS * BATCH * BLOCK];
     for (i64 from = 0; from < item.count; from += BATCH) {
         const i64 n = item.count - from < BATCH ? item.count - from : BATCH;
         for (int which = k.has_gate ? 0 : 1; which < 2; which++) {
             Row rows[BATCH];
             for (i64 t = 0; t < n; t++) rows[t] = Row(k.inputs + k.rows[item.first + from + t] * size, k.width);
             in_order(matrices[which], (const uint8_t*)item.sections[which], rows, n, memory, k);
-            product(matrices[which], item, which, block, rows, n, k, which ? u : g);
+            product(matrices[which], item, which, block, blocks, rows, n, k, which ? u : g);
         }
-        const i64 begin = BLOCK * block, rest = k.inter - begin < BLOCK ? k.inter - begin : BLOCK;
-        const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears the row's padding
-        for (i64 t = 0; t < n; t++) {
-            Row to(k.activations + (item.first + from + t) * size, k.width);
+        for (i64 i = 0; i < blocks * n; i++) {
+            const i64 begin = BLOCK * (block + i / n), rest = std::min(k.inter - begin, i64(BLOCK));
+            const i64 end = begin + BLOCK >= k.inter ? k.width : begin + BLOCK;  // the last block clears the row's padding
+            Row to(k.activations + (item.first + from + i % n) * size, k.width);
             for (i64 r = 0; r < BLOCK; r += W) {
-                F up = load(u + BLOCK * t + r);
-                store(to.x + begin + r, k.has_gate ? activate(k, load(g + BLOCK * t + r), up) : activate(k, up, all(1.0f)));
+                F up = load(u + BLOCK * i + r);
+                store(to.x + begin + r, k.has_gate ? activate(k, load(g + BLOCK * i + r), up) : activate(k, up, all(1.0f)));
             }
             rotate(to.x, begin, begin + rest, k.inner);
             for (i64 c = begin + rest; c < end; c++) to.x[c] = 0;
@@ -546,18 +591,19 @@ static void gate_up(const Layer& k, const Item& item, i64 block, float* memory) 
     }
 }
 
-static void down(const Layer& k, const Item& item, i64 block, float* memory) {
+static void down(const Layer& k, const Item& item, i64 block, i64 blocks, float* memory) {
     const Matrix& m = k.matrices[3 * item.form + 2];
-    alignas(64) float sums[BATCH * BLOCK];
-    const i64 rows_left = k.hidden - BLOCK * block < BLOCK ? k.hidden - BLOCK * block : BLOCK;
+    alignas(64) float sums[MOST_BLOCKS * BATCH * BLOCK];
     for (i64 from = 0; from < item.count; from += BATCH) {
         const i64 n = item.count - from < BATCH ? item.count - from : BATCH;
         Row rows[BATCH];
         for (i64 t = 0; t < n; t++) rows[t] = Row(k.activations + (item.first + from + t) * Row::floats(k.width), k.width);
         in_order(m, (const uint8_t*)item.sections[2], rows, n, memory, k);
-        product(m, item, 2, block, rows, n, k, sums);
-        for (i64 t = 0; t < n; t++)
-            narrow(sums + BLOCK * t, k.out + k.pairs[item.first + from + t] * k.hidden + BLOCK * block, rows_left, k.dtype);
+        product(m, item, 2, block, blocks, rows, n, k, sums);
+        for (i64 i = 0; i < blocks * n; i++) {
+            const i64 begin = BLOCK * (block + i / n);
+            narrow(sums + BLOCK * i, k.out + k.pairs[item.first + from + i % n] * k.hidden + begin, std::min(k.hidden - begin, i64(BLOCK)), k.dtype);
+        }
     }
 }
 
@@ -571,12 +617,13 @@ static void work(void* layer) {
     }
     thread_local std::vector<float> memory;
     if ((i64)memory.size() < BATCH * Row::floats(k.width)) memory.resize(BATCH * Row::floats(k.width));
-    const i64 blocks = ((k.phase == GATE_UP ? k.inter : k.hidden) + BLOCK - 1) / BLOCK, at_once = k.phase == GATE_UP ? 1 : 2;
-    const i64 parts = (blocks + at_once - 1) / at_once;
+    const i64 blocks = ((k.phase == GATE_UP ? k.inter : k.hidden) + BLOCK - 1) / BLOCK;
+    // One block of gate and up where two would leave threads with nothing to do.
+    const i64 at_once = k.phase == DOWN || k.items * blocks >= 8 * k.threads ? MOST_BLOCKS : 1, parts = (blocks + at_once - 1) / at_once;
     for (i64 piece; (piece = next()) < k.items * parts;) {
         const Item& item = k.item[piece / parts];
-        for (i64 block = piece % parts * at_once; block < blocks && block < (piece % parts + 1) * at_once; block++)
-            (k.phase == GATE_UP ? gate_up : down)(k, item, block, memory.data());
+        const i64 block = piece % parts * at_once;
+        (k.phase == GATE_UP ? gate_up : down)(k, item, block, std::min(at_once, blocks - block), memory.data());
     }
 }
 

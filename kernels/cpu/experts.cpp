@@ -33,6 +33,12 @@
 #define X86
 #endif
 
+#ifdef X86
+static const bool INTEL = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+#else
+constexpr bool INTEL = false;
+#endif
+
 #define API extern "C" __attribute__((visibility("default")))
 #define INLINE inline __attribute__((always_inline))
 
@@ -72,6 +78,8 @@ static INLINE uint16_t to_float16(uint32_t bits) {
 
 // 2 * level + 12 of e2m1's codes (OCP Microscaling Formats 1.0, 5.3.3): products take unsigned codes.
 static const uint8_t TWICE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+constexpr int UNCUT = 255;  // a mask of codes: see `uncut`
 
 // Each instruction set has vectors of W floats (F) and integers (I), and operations that multiply codes by activations:
 // registers Q of bytes, QS of them for STEP columns of a block; `split`, which cuts STEP columns of packed bytes into

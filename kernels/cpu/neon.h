@@ -2,6 +2,8 @@
 VECTORS_OF(4)
 #define APART(v) asm("" : "+w"(v))
 typedef uint8x16_t Q;
+constexpr int BLOCKS_OF_ONE = 1;
+constexpr bool MULTIPLIES_UNCUT = false;
 constexpr int QS = 16, STEP = 4, COPIES = 1, PER_Q = 1, MOST_TOKENS = 4, ROWS_OF_MOST = 2, TILE_VECTORS = 4;
 #ifdef I8MM
 constexpr int LARGEST_CODE = 255;

@@ -8,6 +8,8 @@ VECTORS_OF(4)
 typedef I Q;
 constexpr int QS = 16, STEP = 1, COPIES = 1, PER_Q = 1, MOST_TOKENS = 1, ROWS_OF_MOST = 16, TILE_VECTORS = 2;
 constexpr int LARGEST_CODE = 255;
+constexpr int BLOCKS_OF_ONE = 1;
+constexpr bool MULTIPLIES_UNCUT = false;
 
 INLINE I load_words(const uint16_t* p) { return I{p[0], p[1], p[2], p[3]}; }
 INLINE int row_of(int v) { return W * v; }

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels import native
@@ -44,12 +45,12 @@ class DeviceQueue(NamedTuple):
 
 def post(
     device_queue: DeviceQueue, layer: int, x: Tensor, ids: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
-    weights: Tensor | None = None, *, start: Start = run_kernel,
+    weights: Tensor | None = None, *, followed: bool = False, start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run ``post_plain`` on the device, for the real tokens.
 
     ``rows`` is int32 [1], the number of real tokens; ``plan`` has the tensors of a LayerPlan, by name. ``weights`` are
-    None unless they multiply the experts' inputs.
+    None unless they multiply the experts' inputs. ``followed``: the next launch overlaps this one (``start.Overlap``).
     """
     shape = device_queue.shape
     check_tensor("x", x, shape=(None, shape.hidden), dtype=shape.dtype)
@@ -60,7 +61,7 @@ def post(
     listed = (plan[name] for name in ("count", "action", "experts", "bits"))
     sizes = {"NESTED": len(addresses) > 1, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items}
     places = dict(zip(("CALLS", "IDS", "WEIGHTS", "X"), shape.places, strict=False)) | {"TOP_K": shape.top_k}
-    places["ON_INPUT"] = weights is not None
+    places |= {"ON_INPUT": weights is not None, "FOLLOWED": followed}
     given = device_queue.turn, x, ids, x if weights is None else weights, rows, *listed, addresses[0], addresses[-1]
     start(post_kernel, (1,), (*given, layer, len(x)), device_queue.constants | places | sizes, {"num_warps": 4})
 
@@ -112,13 +113,16 @@ def post_kernel(
     turn, x, ids, weights, rows, count, action, experts, bits, addresses, residual,
     layer: tl.int32, tokens: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, IDS: tl.constexpr,
-    WEIGHTS: tl.constexpr, X: tl.constexpr, ON_INPUT: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    NESTED: tl.constexpr, WIDTH: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, X: tl.constexpr, ON_INPUT: tl.constexpr, FOLLOWED: tl.constexpr, TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr, NESTED: tl.constexpr, WIDTH: tl.constexpr, ITEMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill the next entry and write its number.
 
-    Grid [1], so that one barrier follows all of its stores.
+    Grid [1], so that one barrier follows all of its stores. FOLLOWED: the next launch begins at once; it may read what
+    this one reads, but nothing that it writes.
     """
+    if FOLLOWED:
+        gdc_launch_dependents()
     real = tl.minimum(tl.load(rows), tokens)
     item = tl.arange(0, WIDTH)
     on_cpu = (tl.load(action + item, mask=item < ITEMS, other=0) == 3) & (item < tl.load(count))
@@ -198,9 +202,12 @@ def ask(device_queue: DeviceQueue, layer: int, plan: Mapping[str, Tensor], *, st
 
 def take_sources(
     device_queue: DeviceQueue, table: Mapping[str, Tensor], layer: int, plan: Mapping[str, Tensor],
-    *, start: Start = run_kernel,
+    *, followed: bool = False, start: Start = run_kernel,
 ) -> None:  # fmt: skip
-    """Run ``take_plain`` on the device."""
+    """Run ``take_plain`` on the device.
+
+    ``followed``: the next launch overlaps this one (``start.Overlap``).
+    """
     wait(device_queue.turn, start=start)
     items, slices = len(plan["experts"]), len(plan["action"])
     layers, experts = table["precision"].shape
@@ -208,6 +215,7 @@ def take_sources(
     of_table = (table[name] for name in names)
     of_plan = (plan[name] for name in ("count", "action", "experts", "precisions", "addresses", "destinations"))
     sizes = {"SLICES": slices, "WIDTH": max(32, triton.next_power_of_2(items)), "ITEMS": items, "EXPERTS": experts}
+    sizes["FOLLOWED"] = followed
     numbers = layer, layers, plan["action"].stride(0), plan["addresses"].stride(0)
     arguments = device_queue.turn, *of_table, *of_plan, *numbers
     start(take_sources_kernel, (1,), arguments, _of_calls(device_queue) | sizes, {"num_warps": 4})
@@ -281,12 +289,14 @@ def take_sources_kernel(
     addresses, destinations,
     layer: tl.int32, layers: tl.int32, apart: tl.int32, addresses_apart: tl.int32,
     CONTROL: tl.constexpr, DEPTH: tl.constexpr, ENTRY: tl.constexpr, CALLS: tl.constexpr, SLICES: tl.constexpr,
-    WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr, ITEMS: tl.constexpr, EXPERTS: tl.constexpr, FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """Write where the answer has put what was asked for.
 
-    It runs after :func:`wait_kernel`; grid [1].
+    It runs after :func:`wait_kernel`; grid [1]. FOLLOWED: the next launch begins at once, and waits for this one's end.
     """
+    if FOLLOWED:
+        gdc_launch_dependents()
     number = tl.load(turn + 1)
     if number > 0:
         item = tl.arange(0, WIDTH)

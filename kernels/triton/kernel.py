@@ -170,7 +170,7 @@ class TritonKernel:
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
             shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
-            dependent=self._decode_of(precisions) is Decode.DEPENDENT, disk_queue=disk_queue,
+            decode=self._decode_of(precisions), disk_queue=disk_queue,
         )  # fmt: skip
 
     def large_batch_step(

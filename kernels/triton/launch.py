@@ -22,7 +22,7 @@ from vllm_dymoe.kernels.base import Decode, Grouped
 from vllm_dymoe.kernels.triton.activation import constants
 from vllm_dymoe.kernels.triton.decode import down_kernel, gate_up_kernel
 from vllm_dymoe.kernels.triton.grouped import grouped_down_kernel, grouped_gate_up_kernel
-from vllm_dymoe.kernels.triton.start import Start, run_kernel
+from vllm_dymoe.kernels.triton.start import Overlap, Start, run_kernel
 from vllm_dymoe.kernels.triton.tiles import DecodeTile, GroupedTile
 
 Formats = tuple[MatrixFormat, MatrixFormat, MatrixFormat]
@@ -172,8 +172,8 @@ class ExpertTable:
 def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
     """Return the fastest way to decode experts on a card.
 
-    ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. Launches depend on each other from
-    Hopper on.
+    ``mma_decode`` has no 16-bit weights, and cards before Ampere have no bfloat16. From Hopper on launches may overlap
+    (``start.Overlap``), and whether they do is decided here only.
 
     Args:
         precisions: bit-widths, or codebooks' tags, of the experts.
@@ -181,7 +181,7 @@ def fastest_decode(precisions: Collection[int], architecture: int) -> Decode:
     """
     if architecture < 80 or 16 in precisions:
         return Decode.PLAIN
-    return Decode.DEPENDENT if architecture >= 90 else Decode.TENSOR_CORES
+    return Decode.CHAINED if architecture >= 90 else Decode.TENSOR_CORES
 
 
 def fastest_grouped(
@@ -252,6 +252,7 @@ def decode_gate_up(
     tile: DecodeTile,
     scratch: Scratch,
     *,
+    overlap: Overlap = Overlap.NONE,
     start: Start = run_kernel,
 ) -> None:
     """Compute hidden states for few positions of each expert.
@@ -266,9 +267,12 @@ def decode_gate_up(
             an expert is then in one item only, so that its bytes are read once.
         tile: size of a program; its split determines the order of sums, with and without destinations.
         scratch: needed if the tile's split is above 1.
+        overlap: how the launch overlaps the one before it, if the tile has tensor cores. With START x, rows of the
+            table and the work list may be what that launch writes; with WHOLE they may not.
         start: launch, or only compile.
 
-    Raises TypeError for a wrong dtype, and ValueError for sizes that disagree or too little scratch.
+    Raises TypeError for a wrong dtype, and ValueError for sizes that disagree, too little scratch, or an overlap
+    without tensor cores.
     """
     _check_states(x, None, hidden, work, table.shape)
     blocks = -(-table.shape.intermediate // 64)
@@ -277,7 +281,7 @@ def decode_gate_up(
     _decode(
         start, gate_up_kernel, blocks, table, work, tile,
         (x, hidden), (work.rows, scratch.partials, scratch.semaphores),
-        {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)},
+        {"ROWS": table.shape.intermediate, "COLUMNS": table.shape.hidden, "ACTIVATION": constants(activation)}, overlap,
     )  # fmt: skip
 
 
@@ -327,24 +331,26 @@ def decode_down(
 
 def _decode(
     start: Start, kernel: Any, blocks: int, table: ExpertTable, work: WorkList, tile: DecodeTile,
-    states: tuple[Tensor, ...], others: tuple[Tensor, ...], sizes: dict[str, Any],
+    states: tuple[Tensor, ...], others: tuple[Tensor, ...], sizes: dict[str, Any], overlap: Overlap = Overlap.NONE,
 ) -> None:  # fmt: skip
+    if overlap is not Overlap.NONE and not tile.tensor_cores:
+        raise ValueError(f"overlap is {overlap.name}, but only kernels on tensor cores overlap the launch before them")
     if len(work.items):
         fetch: dict[str, Any] = {
             "SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps
         }  # fmt: skip
-        after: dict[str, Any] = {}
         if tile.tensor_cores:
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
 
-            if tile.dependent and kernel is down_kernel:
-                after = {"launch_pdl": True}
-            kernel = mma_gate_up_kernel if kernel is gate_up_kernel else mma_down_kernel
             fetch |= {"MOST": tile.tensor_cores, "DEPENDENT": tile.dependent}
+            if kernel is gate_up_kernel:
+                kernel, fetch["OVERLAP"] = mma_gate_up_kernel, int(overlap)
+            else:
+                kernel, overlap = mma_down_kernel, Overlap(tile.dependent)
         tensors = *states, *table.places, table.bits, work.items, *others
         grid = blocks, len(work.items), tile.split
-        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options | after)
+        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options | overlap.options)
 
 
 def grouped_gate_up(

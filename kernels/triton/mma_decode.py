@@ -16,7 +16,9 @@ from vllm_dymoe.kernels.triton.in_gluon import barrier, in_gluon
 from vllm_dymoe.kernels.triton.mma_codes import only, spread_layout
 from vllm_dymoe.kernels.triton.mma_rows import mma_products
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS, down_rotation
+from vllm_dymoe.kernels.triton.start import Overlap
 
+_AT_START, _WHOLE = gl.constexpr(int(Overlap.START)), gl.constexpr(int(Overlap.WHOLE))
 _add_experts, _arrives_last = in_gluon(decode.add_experts), in_gluon(decode.arrives_last)
 _fetch_two, _lower, _write_zeros = in_gluon(decode._fetch_two), in_gluon(decode._lower), in_gluon(decode._write_zeros)
 _fetch_share, _fetch_residual = in_gluon(fetch.fetch_share), in_gluon(fetch.fetch_residual)
@@ -50,12 +52,17 @@ def mma_gate_up_kernel(
     WARPS: gl.constexpr,
     MOST: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Compute hidden states: activation(gate x[row]) * up x[row].
 
     The result goes to hidden[position]; see decode.gate_up_kernel. MOST is 16 if an item may have more than eight
-    positions, else 8. DEPENDENT: the next launch may begin as soon as all programs of this one have.
+    positions, else 8. OVERLAP: see start.Overlap. DEPENDENT: the next launch, down, may begin as soon as all programs
+    of this one have got here. It reads the plan before it waits, so with an overlap at the start programs first wait
+    for the planner.
     """
+    if OVERLAP == _AT_START:
+        gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
     item = gl.program_id(1)
@@ -81,6 +88,8 @@ def mma_gate_up_kernel(
             x, hidden, source, lower, bits + 3 * expert, rows, partials, semaphores, first, last,
             ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, ACTIVATION, 8, SPLIT, WARPS,
         )  # fmt: skip
+    if OVERLAP == _WHOLE:  # also in programs without positions
+        gdc_wait()
 
 
 @gluon.jit
@@ -103,7 +112,7 @@ def _gate_up(
         up = mma_products(
             gl.load(source + number), _lower(lower + number, NESTED), gl.load(bits + number),
             block, x, rows, first, count, split,
-            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, True, TOKENS, SPLIT, WARPS, FLOAT16,
+            ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, True, TOKENS, SPLIT, WARPS, FLOAT16, False,
         )  # fmt: skip
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))[:, None]
     position = first + token
@@ -200,8 +209,8 @@ def mma_down_kernel(
     """Compute down projections; see decode.down_kernel.
 
     If WEIGHTED, also compute the weighted sum of a token's experts. DEPENDENT: gate and up may still run when this
-    begins. Until they have ended, programs only fetch: bytes of experts depend on no activation, but hidden states,
-    partial sums and semaphores are theirs.
+    begins. Until they have ended, programs only fetch, and load their first codes: bytes of experts depend on no
+    activation, but hidden states, partial sums and semaphores are theirs.
     """
     item = gl.program_id(1)
     expert = gl.load(items + 3 * item)
@@ -232,22 +241,26 @@ def mma_down_kernel(
                 )
                 barrier()
                 lower = lower_destination
-    if DEPENDENT:
-        gdc_wait()
     if WEIGHTED:
         if zeros_to > first:
+            if DEPENDENT:
+                gdc_wait()
             _write_zeros(out, computed, first, zeros_to, ROWS, TOP_K)
     if MOST > 8 and last - first > 8:
         for at in range(first, last, 16):
             _down(
                 hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, at, last,
                 ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 16, SPLIT, WARPS,
+                DEPENDENT,
             )  # fmt: skip
     elif last > first:
         _down(
             hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
             ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, TOP_K, WEIGHTED, 8, SPLIT, WARPS,
+            DEPENDENT,
         )  # fmt: skip
+    if DEPENDENT:  # also in programs without positions
+        gdc_wait()
 
 
 @gluon.jit
@@ -255,7 +268,7 @@ def _down(
     hidden, out, section, lower, width, pairs, weights, computed, partials, semaphores, first, last,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PRECISIONS: gl.constexpr, NESTED: gl.constexpr,
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, TOP_K: gl.constexpr, WEIGHTED: gl.constexpr,
-    TOKENS: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
+    TOKENS: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute up to TOKENS positions from `first` on."""
     FLOAT16: gl.constexpr = hidden.dtype.element_ty == gl.float16
@@ -266,7 +279,7 @@ def _down(
     count = gl.minimum(last - first, TOKENS)
     sums = mma_products(
         section, lower, width, block, hidden, pairs, first, count, split,
-        ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, False, TOKENS, SPLIT, WARPS, FLOAT16,
+        ROWS, COLUMNS, GROUP, PRECISIONS, NESTED, STEPS, ORDERED, BIAS, False, TOKENS, SPLIT, WARPS, FLOAT16, DEPENDENT,
     )  # fmt: skip
     LAYOUT: gl.constexpr = spread_layout(WARPS)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))[:, None]

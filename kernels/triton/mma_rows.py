@@ -11,6 +11,7 @@ columns. None of this depends on the number of tokens, so that a token has the s
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_wait
 
 from vllm_dymoe.kernels.triton import float_rows
 from vllm_dymoe.kernels.triton import section as of_section
@@ -48,7 +49,7 @@ def mma_rows(
     section, residual, block, x, rows, first, count, split,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TAG: gl.constexpr, NESTED: gl.constexpr,
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr,
+    SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """Return products with one block of 64 rows below 16 bits.
 
@@ -66,6 +67,7 @@ def mma_rows(
         TAG: bits of the codes, or a codebook's tag.
         NESTED: bits of codes that are stored in two sections; 4 for lattice points.
         TOKENS: 8 or 16.
+        WAITS: the launch before writes x, and may still run: wait for its end when the first codes are on their way.
 
     Others are as in rows.quantized_rows.
 
@@ -149,6 +151,8 @@ def mma_rows(
     below = words
     if TWO:
         below = gl.load(below_at + (offset + begin * (WORDS * 8)), mask=begin + warp < last)
+    if WAITS:
+        gdc_wait()
     for chunk in range(begin, last, WARPS):
         # On their way while this chunk is computed. What is not there stays undefined, and meets zeros.
         later = offset + (chunk + WARPS) * (WORDS * 8)
@@ -323,7 +327,7 @@ def mma_products(
     section, residual, bits, block, x, rows, first, count, split,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PRECISIONS: gl.constexpr, NESTED: gl.constexpr,
     STEPS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, INDEXED: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr,
+    SPLIT: gl.constexpr, WARPS: gl.constexpr, FLOAT16: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """Return products with 64 rows at whatever bits the section has.
 
@@ -341,7 +345,7 @@ def mma_products(
                 sums = mma_rows(
                     section, residual, block, x, rows, first, count, split,
                     ROWS, COLUMNS, GROUP, 1 << width, 4 if is_lattice(1 << width) else NESTED,
-                    STEPS >> width & 1, ORDERED >> width & 1, BIAS, INDEXED, TOKENS, SPLIT, WARPS, FLOAT16,
+                    STEPS >> width & 1, ORDERED >> width & 1, BIAS, INDEXED, TOKENS, SPLIT, WARPS, FLOAT16, WAITS,
                 )  # fmt: skip
                 if BIAS:
                     if split == 0:

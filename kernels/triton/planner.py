@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
@@ -102,6 +103,7 @@ def plan_small_batch_on_gpu(
     marked: bool = False,
     on_cpu: bool = False,
     weights_on_input: bool = False,
+    followed: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """Run ``plan_small_batch`` on the device, in one launch.
@@ -117,6 +119,7 @@ def plan_small_batch_on_gpu(
         marked: pairs of prompts and of heavy hitters have been counted, too.
         on_cpu: whether the CPU may execute some experts; otherwise the table's costs are not read.
         weights_on_input: see ``plan_small_batch``; in a large batch pairs are placed later.
+        followed: whether the next launch overlaps this one, see ``start.Overlap``.
         start: launch, or only compile.
 
     Raises:
@@ -160,6 +163,7 @@ def plan_small_batch_on_gpu(
             "MARKED": marked,
             "CPU": on_cpu,
             "ON_INPUT": weights_on_input,
+            "FOLLOWED": followed,
             "WIDTH": width,
             "CHUNK": chunk,
         },
@@ -238,6 +242,7 @@ def decide_kernel(
     MARKED: tl.constexpr,
     CPU: tl.constexpr,
     ON_INPUT: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -259,6 +264,7 @@ def decide_kernel(
         MARKED: prompts and other tokens have their own measures, and an expert needs to meet one of them.
         CPU: whether the CPU executes some of the experts.
         ON_INPUT: weights multiply inputs, which have a row for each pair.
+        FOLLOWED: the next launch begins while this one still lists the items, and waits for its end.
         WIDTH: a power of two, at least EXPERTS.
         CHUNK: pairs at a time, a power of two.
     """
@@ -421,7 +427,10 @@ def decide_kernel(
         add_to(counts, 10, number_of(high_gone) + number_of(low_gone))
         add_to(counts, 15, number_of(far))
 
-    # The items.
+    # The items. The next launch's programs take their places meanwhile. Earlier they would only wait longer, in places
+    # that predictions of the next layer can use, which run concurrently.
+    if FOLLOWED:
+        gdc_launch_dependents()
     positions = tl.where(uses, sizes, 0)
     begins = tl.cumsum(positions, 0) - positions
     item = tl.cumsum(uses.to(tl.int32), 0) - 1

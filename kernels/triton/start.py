@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -15,6 +16,25 @@ from vllm_dymoe.cgroups import usable_cores
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
 """(kernel, grid, its tensors and numbers, its constants, and what compiler and driver are told: num_warps, and
 num_stages, maxnreg, launch_pdl and enable_fp_fusion where they differ from their own choice and True)"""
+
+
+class Overlap(IntEnum):
+    """How a launch overlaps the one before it in the stream.
+
+    This is programmatic dependent launch, from sm_90 on. The earlier launch says in its program from when on the later
+    one may begin; everything before it has ended by then. The later one has to wait for its end in every program: a
+    launch that ends without waiting would let the next one begin while the earlier one still runs.
+    """
+
+    NONE = 0  # it begins when the launch before has ended
+    START = 1  # it waits before it accesses anything that the launch before writes
+    WHOLE = 2  # it waits when it has done its work: the launch before writes nothing that it accesses
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the option of a launch that overlaps the one before it."""
+        return {"launch_pdl": True} if self is not Overlap.NONE else {}
+
 
 _THREADS = 8
 _STREAM = 3  # place of the stream among the arguments of a compiled kernel's launcher, after the grid

@@ -33,8 +33,8 @@ class DecodeTile:
     """Positions that tensor cores compute at a time, 8 or 16 (``mma_decode``); 0 for the kernels of ``decode``, which
     compute two."""
     dependent: bool = False
-    """On tensor cores: down begins while gate and up still run, and waits for their end itself (programmatic dependent
-    launch, from sm_90 on); nothing may be enqueued between the two launches."""
+    """On tensor cores: down begins while gate and up still run, and waits for their end itself (see ``start.Overlap``);
+    nothing may be enqueued between the two launches."""
 
     def __post_init__(self) -> None:
         _check_warps(self.warps)

@@ -186,6 +186,7 @@ def test_problems_are_found(compile_table):
     for change, said in (
         ({"instructions": 311}, "311 instructions"), ({"barriers_in_loops": 1}, "exchanges data"),
         ({"tensor_cores": ""}, "no tensor-core instructions"), ({"spill_bytes": 25}, "spills 25 bytes"),
+        ({"early": 2}, "memory 2 times before it waits"),
     ):  # fmt: skip
         assert said in compile_table.problems(mma | change)[0]
     assert compile_table.problems(mma | {"note": "device, 16 tokens", "instructions": 395}) == []
@@ -247,6 +248,17 @@ def test_what_the_compiler_makes_of_a_decode_step_computes_what_it_should(gpu_fo
     from launched import plain_launches, wrong_numbers
 
     assert wrong_numbers(some for some in plain_launches() if some[1].encoding.tag == bits) == []
+
+
+@pytest.mark.parametrize("kernel", ["decide", "post", "take_sources"])
+def test_a_launch_that_another_one_overlaps_lets_it_begin(variants, kernel):
+    from machine_code import compiled_ptx
+
+    counts = []
+    for architecture in (80, 90):
+        ptx = compiled_ptx(next(one for one in variants.variants(architecture) if one.kernel == kernel))
+        counts.append([ptx.count(f"griddepcontrol.{name}") for name in ("launch_dependents", "wait")])
+    assert counts == [[0, 0], [1, 0]]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,22 @@ def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("isa", NATIVE)
+@pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("activations", [16, 8])
+def test_two_blocks_in_a_piece_of_work_have_the_bits_of_single_ones(isa, encoding, activations):
+    """Pieces of gate and up have two blocks if there are many for each thread, so with many experts.
+
+    Three blocks of gate and up, and five of down: the last one is by itself.
+    """
+    x, kernel = random_tokens(1, 300, torch.bfloat16), CpuKernel(isa=isa, activations=activations, threads=1)
+    experts = [random_expert(300, 150, encoding, bias=True, seed=seed) for seed in range(6)]
+    together = compute(kernel, x, [expert.work([0], [pair]) for pair, expert in enumerate(experts)], 6)
+    for pair, expert in enumerate(experts):
+        alone = compute(kernel, x, [expert.work([0], [0])], 1)
+        assert torch.equal(together[pair], alone[0]), pair
+
+
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """Return the native library with emulated tiles instead of AMX.

@@ -5,11 +5,11 @@ Gluon has no interpreter, so what runs here, on the host, is the PTX that the in
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.encoding import E8, E8_NESTED, FP8, MXFP4, NESTED, NVFP4, STEPS
@@ -18,11 +18,14 @@ from vllm_dymoe.kernels import Activation, Curve, Decode
 pytest.importorskip("triton")
 
 from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.kernels.cpu_queue import QueueShape
 from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
+from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.launch import fastest_decode
 from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain
 from vllm_dymoe.kernels.triton.plan import DECODE
+from vllm_dymoe.kernels.triton.start import Overlap
 from vllm_dymoe.kernels.triton.tiles import choose_tiles
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.table import Table
@@ -141,18 +144,82 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
     assert not host.ran(host.Launch(STEPS[4], 1, tensor_cores=8), host.Host(90, changed)).error < host.TOLERANCE
 
 
-def early_uses(host, changed=str):
-    """Return what down uses of launches' results before it waits for gate and up."""
-    memory = host.Host(90, changed)
-    ran = host.ran(host.Launch(STEPS[4], 3, **host.SHARED, tensor_cores=8, dependent=True), memory)
+def ordered(host, kernel, overlap, changed=str, **options):
+    """Return the order of a kernel's accesses, and its early ones that are wrong.
+
+    These are of what the launch before writes.
+    A planner is the launch before gate and up, and gate and up are the one before down.
+    """
+    options = {**host.SHARED, "dependent": True, "overlap": overlap, **options}
+
+    def fault(ptx):
+        return changed(ptx) if f".entry {kernel}_kernel" in ptx else ptx
+
+    memory = host.Host(90, fault)
+    ran = host.ran(host.Launch(STEPS[4], 3, tensor_cores=8, **options), memory)
     assert ran.error < host.TOLERANCE
-    return {at for at in memory.early["mma_down"] for some in ran.written if at in some}
+    order, written = memory.order[kernel], ran.written if kernel == "mma_down" else ran.planned
+    return order, {at for at in order.early for some in written if at in some}
+
+
+WAIT = r"griddepcontrol\.wait\s*;"
+
+
+def no_wait(ptx):
+    return re.sub(WAIT, "", ptx)
+
+
+def late_wait(ptx):
+    """Wait at the end only."""
+    return re.sub(r"\bret;", "griddepcontrol.wait;\nret;", no_wait(ptx))
+
+
+def wait_in_first_item(ptx):
+    skipping = "mov.u32 %r99999, %ctaid.y;\nsetp.ne.u32 %p99999, %r99999, 0;\n@%p99999 bra $past;\n"
+    return re.sub(WAIT, f"{skipping}griddepcontrol.wait;\n$past:", ptx)
 
 
 def test_down_fetches_and_touches_nothing_else_before_gate_and_up_have_ended(host):
-    assert not early_uses(host)
-    without = partial(re.sub, r"griddepcontrol\.wait\s*;", "")
-    assert early_uses(host, without), "a wait that is missing is not seen"
+    order, early = ordered(host, "mma_down", Overlap.START)
+    assert order.waits
+    assert not early
+    assert ordered(host, "mma_down", Overlap.START, no_wait)[1], "a wait that is missing is not seen"
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(3, 8), (11, 16)])
+def test_down_loads_codes_of_resident_experts_before_gate_and_up_have_ended(host, tokens, most):
+    memory = host.Host(90)
+    launch = host.Launch(NESTED[4], tokens, split=2, weighted=True, tensor_cores=most, dependent=True)
+    ran = host.ran(launch, memory)
+    assert ran.error < host.TOLERANCE
+    order = memory.order["mma_down"]
+    assert order.waits
+    for section in ran.packed:
+        assert any(at in section for at in order.early)
+    assert not any(at in some for some in ran.written for at in order.early)
+
+
+def test_gate_and_up_access_nothing_before_their_plan_is_complete(host):
+    """They also keep down from beginning, because it reads the plan before it waits."""
+    order, _ = ordered(host, "mma_gate_up", Overlap.START)
+    assert order.waits
+    assert not order.releases_first
+    assert not order.early
+
+
+def test_gate_and_up_wait_at_their_end_for_a_launch_that_writes_nothing_of_theirs(host):
+    order, planned = ordered(host, "mma_gate_up", Overlap.WHOLE)
+    assert order.waits
+    assert planned, "the plan was complete before"
+
+
+@pytest.mark.parametrize(
+    ("fault", "waits", "releases_first", "reads_early"),
+    [(no_wait, False, True, True), (late_wait, True, True, True), (wait_in_first_item, False, True, True)],
+)
+def test_faults_in_the_order_of_launches_are_found(host, fault, waits, releases_first, reads_early):
+    order, planned = ordered(host, "mma_gate_up", Overlap.START, fault)
+    assert (order.waits, order.releases_first, bool(planned)) == (waits, releases_first, reads_early)
 
 
 def test_the_reader_multiplies_fragments_as_the_isa_says(host):
@@ -223,29 +290,75 @@ def test_a_step_takes_the_kernels_for_its_largest_expert(counts, most):
     assert plain.gate_up.tensor_cores == mixed.gate_up.tensor_cores == 0
 
 
+class Enqueued(TorchDispatchMode):
+    """Note what a step enqueues: kernels, and operations of torch that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = []
+
+    def start(self, kernel, grid, tensors, constants, options):
+        self.launches.append((kernel.__name__.removesuffix("_kernel"), constants, options))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "empty" not in function.__name__:
+            self.launches.append((function.__name__, {}, {}))
+        return function(*args, **(kwargs or {}))
+
+
+def enqueued(decode, tokens=1, encoding=STEPS[4], *, on_cpu=False, from_disk=False, weights_on_input=False):
+    """Return the launches of a step: names, constants and options."""
+    hidden, intermediate, top_k, experts = 128, 64, 2, 4
+    kernel, fmt = TritonKernel("cpu", decode=decode), ExpertFormat(hidden, intermediate, encoding, 32, torch.bfloat16)
+    turn, present = torch.zeros(3).long(), torch.zeros(tokens * top_k).int()
+    queue = DeviceQueue(QueueShape(2, tokens, top_k, experts, hidden, torch.bfloat16), turn, present)
+    step = kernel.small_batch_step([fmt.matrices], Activation.SILU, queue if from_disk else None)
+    table = vars(Table.allocate(1, experts, rows=tokens, top_k=top_k, depth=1, device="cpu"))
+    plan = LayerPlan.allocate(tokens, top_k, experts, "cpu").tensors
+    x, ids, rows = torch.zeros(tokens, hidden).bfloat16(), torch.zeros(tokens, top_k).int(), torch.ones(1).int()
+    given = table, 0, x, ids, torch.zeros(tokens, top_k), rows, plan, x.clone(), queue if on_cpu else None
+    with Enqueued() as mode:
+        step.run(*given, weights_on_input=weights_on_input, start=mode.start)
+    return mode.launches
+
+
 @pytest.mark.parametrize("decode", Decode)
 @pytest.mark.parametrize("tokens", [1, 8, 9])
 def test_a_small_batch_launches_what_was_chosen(decode, tokens):
-    hidden, intermediate, top_k, experts = 128, 64, 2, 4
-    kernel, launches = TritonKernel("cpu", decode=decode), []
-    fmt = ExpertFormat(hidden, intermediate, STEPS[4], 32, torch.bfloat16)
-    step = kernel.small_batch_step([fmt.matrices], Activation.SILU)
-    table = vars(Table.allocate(1, experts, rows=tokens, top_k=top_k, depth=1, device="cpu"))
-    plan = LayerPlan.allocate(tokens, top_k, experts, "cpu").tensors
-    x, ids = torch.zeros(tokens, hidden).bfloat16(), torch.zeros(tokens, top_k).int()
-    rows = torch.ones(1).int()
-    step.run(
-        table, 0, x, ids, torch.zeros(tokens, top_k), rows, plan, x.clone(), start=lambda *some: launches.append(some)
-    )
-    names = [kernel.__name__ for kernel, *_ in launches]
+    launches = enqueued(decode, tokens)
+    names = [name for name, *_ in launches]
     if decode is Decode.PLAIN:
-        assert names == ["decide_kernel", "gate_up_kernel", "down_kernel"]
+        assert names == ["decide", "gate_up", "down"]
         return
-    assert names == ["decide_kernel", "mma_gate_up_kernel", "mma_down_kernel"]
-    for number, (*_, constants, options) in enumerate(launches[1:]):
+    assert names == ["decide", "mma_gate_up", "mma_down"]
+    for _, constants, _ in launches[1:]:
         assert constants["MOST"] == (8 if tokens <= 8 else 16)
-        assert constants["DEPENDENT"] == (decode is Decode.DEPENDENT)
-        assert options.get("launch_pdl", False) == (decode is Decode.DEPENDENT and number == 1)
+        assert constants["DEPENDENT"] == (decode >= Decode.DEPENDENT)
+    overlaps = [options.get("launch_pdl", False) for *_, options in launches]
+    assert overlaps == [False, decode is Decode.CHAINED, decode >= Decode.DEPENDENT]
+
+
+@pytest.mark.parametrize("weights_on_input", [False, True])
+@pytest.mark.parametrize("encoding", [STEPS[4], E8], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize(
+    ("misses", "before", "overlap"),
+    [
+        ({}, ["decide"], Overlap.START),
+        ({"on_cpu": True}, ["decide", "post"], Overlap.WHOLE),
+        ({"from_disk": True}, ["decide", "ask", "wait", "take_sources"], Overlap.START),
+        ({"on_cpu": True, "from_disk": True}, ["decide", "ask", "wait", "take_sources", "post"], Overlap.WHOLE),
+    ],
+)
+def test_only_adjacent_launches_overlap(misses, before, overlap, encoding, weights_on_input):
+    launches = enqueued(Decode.CHAINED, encoding=encoding, weights_on_input=weights_on_input, **misses)
+    names = [name for name, *_ in launches]
+    first = names.index("decide")
+    last = first + len(before)
+    assert names[first : last + 2] == [*before, "mma_gate_up", "mma_down"]
+    alone, followed = [False] * len(before), [False] * (len(before) - 1)
+    assert [options.get("launch_pdl", False) for *_, options in launches[first : last + 2]] == [*alone, True, True]
+    assert [constants.get("FOLLOWED", False) for _, constants, _ in launches[first:last]] == [*followed, True]
+    assert launches[last][1]["OVERLAP"] == overlap
 
 
 @pytest.mark.parametrize(
@@ -254,7 +367,7 @@ def test_a_small_batch_launches_what_was_chosen(decode, tokens):
         ({4, 2}, 75, Decode.PLAIN),
         ({4, 2}, 80, Decode.TENSOR_CORES),
         ({4, 2}, 89, Decode.TENSOR_CORES),
-        ({E8.tag}, 90, Decode.DEPENDENT),
+        ({E8.tag}, 90, Decode.CHAINED),
         ({16, 4}, 90, Decode.PLAIN),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from tests.executor.steps import FAST
 from tests.kernels.sections import DEVICE
 from tests.small_model import make_experts
-from vllm_dymoe.kernels import Activation
+from vllm_dymoe.kernels import Activation, native
 from vllm_dymoe.kernels.triton import TritonKernel, small_batch_step
 from vllm_dymoe.options import Options
 from vllm_dymoe.server import expert_server
@@ -27,7 +27,7 @@ def run(monkeypatch):
     def test():
         experts = make_experts(bits=(4,), num_experts=4, hidden=128, dtype=torch.float16)
         found = self_test(experts, OPTIONS, torch.device("cpu"), [Activation.SILU])
-        assert kinds == [TritonKernel]
+        assert set(kinds) == {TritonKernel}
         assert found.skipped == ""
         return found
 
@@ -37,7 +37,7 @@ def run(monkeypatch):
 
 def test_right_kernels_pass(run):
     found = run()
-    assert (found.failure, found.steps) == ("", 4)
+    assert (found.failure, found.steps) == ("", 4 if native.load() is None else 6)
 
 
 def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):

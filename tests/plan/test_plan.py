@@ -106,6 +106,13 @@ def test_a_card_that_was_measured_here_counts_by_its_own_report(tmp_path):
     own = tmp_path / "gpu.json"
     own.write_text(json.dumps(report))
     assert find_device("rtx4090", None, own).expert_rate(3 * 2048 * 768, 1, nested=False).read == 1233e9
+    named, remark = "kernels, Qwen3-30B-A3B, 4 bits, 1 tokens, tensor cores", "{} GB/s, 9.0 TFLOP/s"
+    for other, read in ((500, 1233e9), (2000, 2000e9)):
+        speeds = [{"name": named, "remark": remark.format(other)}]
+        own.write_text(json.dumps(report | {"parts": report["parts"] | {"decode": {"speeds": speeds}}}))
+        found = find_device("rtx4090", None, own)
+        assert found.expert_rate(3 * 2048 * 768, 1, nested=False).read == read, "the fastest way counts"
+        assert found.expert_rate(3 * 2048 * 768, 16, nested=False).read == 1382e9
     with pytest.raises(ConfigError, match="no speeds for rtx4080"):
         find_device("rtx4080", None, own)
     own.write_text("{}")

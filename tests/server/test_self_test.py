@@ -10,7 +10,7 @@ from tests.executor.steps import FAST
 from tests.small_model import make_experts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
-from vllm_dymoe.kernels import Activation, Curve, Decode, Grouped
+from vllm_dymoe.kernels import Activation, Curve, Decode, Grouped, native
 from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.server import self_test
 from vllm_dymoe.server.expert_server import Parts
@@ -28,7 +28,8 @@ def run(experts=None, options=OPTIONS, activation=Activation.SILU, **given):
 @pytest.mark.parametrize("nested", [True, False])
 def test_right_kernels_pass(nested):
     found = run(make_experts(nested=nested))
-    assert (found.failure, found.skipped, found.steps) == ("", "", 8)
+    on_cpu = 4 if native.load() is not None else 0
+    assert (found.failure, found.skipped, found.steps) == ("", "", 8 + on_cpu)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "fp8", "e8", "without a gate", "one version"])
@@ -83,6 +84,38 @@ def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
     assert f"a step of {rows} tokens" in found.failure
 
 
+@pytest.mark.skipif(native.load() is None, reason="there is no native library, and so no CPU queue")
+@pytest.mark.parametrize("misses", ["auto", "share", "fetch"])
+def test_misses_that_the_cpu_computes_are_tested_where_it_may_compute_some(misses):
+    class Broken(PlainKernels):
+        def forward(self, table, layer, real, plan, x, weights, ids, activation, cpu_queue, **told):
+            out = super().forward(table, layer, real, plan, x, weights, ids, activation, cpu_queue, **told)
+            if cpu_queue is not None:
+                wrong_everywhere(out)
+            return out
+
+    class BrokenParts(Parts):
+        def decode_kernel(self, kernel, experts, link_gbps=None):
+            return Broken(kernel, experts.of_layers, link_gbps)
+
+    found = run(options=OPTIONS.model_copy(update={"misses": misses}), parts=BrokenParts(CPU))
+    assert found.skipped == ""
+    assert ("misses computed by the CPU" in found.failure) == (misses != "fetch")
+
+
+def test_a_start_that_can_have_no_cpu_queue_is_tested_without(monkeypatch):
+    def refuse(*given, **named):
+        raise ConfigError("no pinned memory", option="misses")
+
+    whole = self_test.ExpertServer
+    monkeypatch.setattr(
+        self_test, "ExpertServer", lambda store, options, *rest, **named: (
+            refuse() if options.computes_misses else whole(store, options, *rest, **named))
+    )  # fmt: skip
+    found = run()
+    assert (found.failure, found.skipped, found.steps) == ("", "", 6)
+
+
 def test_a_kernel_that_cannot_be_compiled_is_a_failure():
     class NoCompiler(Parts):
         def decode_kernel(self, kernel, experts, link_gbps=None):
@@ -130,11 +163,11 @@ VARIANTS = list(product(reversed(Decode), reversed(Grouped)))
 
 
 @pytest.mark.parametrize("fastest", VARIANTS)
-@pytest.mark.parametrize("broken", range(1 << len(VARIANTS)))
+@pytest.mark.parametrize("broken", range(len(VARIANTS) + 1))
 def test_the_fastest_kernels_that_pass_are_used(broken, fastest, monkeypatch):
     """Where none does, nothing is served, and the sentence is for a bug report."""
-    tried, said, wrong = [], [], {variant for at, variant in enumerate(VARIANTS) if broken >> at & 1}
     some = [v for v in VARIANTS if v[0] <= fastest[0] and v[1] <= fastest[1]]
+    tried, said, wrong = [], [], some[:broken]
 
     def found(*given, decode, grouped, kept):
         tried.append((decode, grouped))

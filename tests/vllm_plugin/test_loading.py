@@ -147,10 +147,10 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("fastest", "chosen", "rounds"),
     [
-        (((2, 1), (2, 1)), (Decode.DEPENDENT, Grouped.IN_REGISTERS), 1),
-        (((2, 1), (1, 1)), (Decode.TENSOR_CORES, Grouped.IN_REGISTERS), 2),
-        (((1, 0), (2, 1)), (Decode.TENSOR_CORES, Grouped.PLAIN), 2),
-        (((2, 0), (0, 0)), (Decode.PLAIN, Grouped.PLAIN), 2),
+        (((3, 1), (3, 1)), (Decode.CHAINED, Grouped.IN_REGISTERS), 1),
+        (((3, 1), (2, 1)), (Decode.DEPENDENT, Grouped.IN_REGISTERS), 2),
+        (((1, 0), (3, 1)), (Decode.TENSOR_CORES, Grouped.PLAIN), 2),
+        (((3, 0), (0, 0)), (Decode.PLAIN, Grouped.PLAIN), 2),
     ],
 )
 def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(fastest, chosen, rounds, monkeypatch):

@@ -116,18 +116,24 @@ class Device:
 def rates_of(report: Mapping[str, Any]) -> Iterator[ExpertRate]:
     """Yield the rates of the kernels in a report of ``make gpu``.
 
+    Where several ways to compute were measured, the fastest counts, as a server takes it.
+
     Raises:
         ConfigError: the card has no data sheet.
     """
     card = _key(report["card"])
     if card not in _SHEETS:
         raise ConfigError(f"the report is for an unknown GPU, {report['card']}; known are {', '.join(_SHEETS)}.")
-    for speed in report["parts"].get("speeds", {}).get("speeds", ()):
-        named = re.fullmatch(r"kernels, (.+), 4(/2)? bits, (\d+) tokens", speed["name"])
+    fastest = dict[tuple[str, ...], ExpertRate]()
+    for speed in (speed for part in report["parts"].values() for speed in part.get("speeds", ())):
+        named = re.fullmatch(r"kernels, (.+), 4(/2)? bits, (\d+) tokens(?:, .+)?", speed["name"])
         reached = re.fullmatch(r"([\d.]+) GB/s, ([\d.]+) TFLOP/s", speed["remark"])
         if named and reached and named[1] in _WEIGHTS:
             rates = 1e9 * float(reached[1]), 1e12 * float(reached[2])
-            yield ExpertRate(card, _WEIGHTS[named[1]], int(named[3]), named[2] is not None, *rates)
+            rate = ExpertRate(card, _WEIGHTS[named[1]], int(named[3]), named[2] is not None, *rates)
+            if named.groups() not in fastest or fastest[named.groups()].read < rate.read:
+                fastest[named.groups()] = rate
+    yield from fastest.values()
 
 
 def _measured(card: str, report: Path | None) -> Iterator[ExpertRate]:

@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,14 +26,14 @@ from layers import LAYERS, Machine, Model
 from record import Recorder
 from torch import Tensor
 
-from parts.decided import DevicePlannedSteps, server_of
+from parts.decided import DevicePlannedSteps
 from parts.speeds import measure_cpu_queue
-from parts.stack import Stack, pinned_store
+from parts.stack import Seen, Stack, pinned_store, same_bits
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.executor import cpu_worker
 from vllm_dymoe.experts.encoding import NESTED, STEPS
 from vllm_dymoe.kernels import Decode, Grouped, native
-from vllm_dymoe.kernels.triton.start import run_kernel
+from vllm_dymoe.kernels.triton.start import Overlap, run_kernel
 
 DEVICE = "cuda"
 LAUNCHES = (
@@ -40,7 +41,10 @@ LAUNCHES = (
     *(Launch(code, 3, **SHARED, tensor_cores=8, dtype=torch.float16) for code in (STEPS[4], STEPS[8], NESTED[4])),
     *(Launch(code, 13, tensor_cores=16, warps=8, sizes=(1100, 500)) for code in (STEPS[4], NESTED[4])),
     Launch(STEPS[4], 5, tensor_cores=8, group=32, bias=True, act_order=True, integer_zeros=True),
-    Launch(STEPS[4], 3, **SHARED, tensor_cores=8, dependent=True, sizes=(2048, 768)),
+    *(
+        Launch(STEPS[4], 3, **SHARED, tensor_cores=8, dependent=True, overlap=overlap, sizes=(2048, 768))
+        for overlap in Overlap
+    ),
     *(Launch(code, 90, grouped=True, sizes=(2048, 768)) for code in (STEPS[4], STEPS[2], NESTED[4])),
     *(Launch(code, 12, grouped=True, sizes=(1104, 504), dtype=torch.float16) for code in (STEPS[4], NESTED[4])),
 )
@@ -52,6 +56,8 @@ MODEL = Model(layers=4, experts=64, top_k=8, hidden=2048, intermediate=768)
 KERNEL_LAYERS, KERNEL_PRECISIONS = LAYERS[:2], ("4", "4/2")
 DECODE_TOKENS, PROMPT_TOKENS = (1, 4, 16), (512, 2048, 8192)
 STEPS_MEASURED = 50
+OVERLAPPING = Decode.DEPENDENT, Decode.CHAINED
+"""Ways that differ only in whether gate and up begin before the plan is complete."""
 PROFILED = "mma_gate_up_kernel", "mma_down_kernel", "mma_grouped_gate_up_kernel"
 
 
@@ -93,9 +99,11 @@ def run(record: Recorder) -> None:
                 one.result()
     machine = measure_machine()
     _measure_kernels(record, machine)
-    with record.check("whole steps could be measured"):
+    with record.check("a model to measure could be made"):
         store, stack = pinned_store(MODEL, (4,)), Stack(MODEL, exact=False)
-        _measure_steps(record, machine, store, stack)
+    steps = partial(_measure_steps, record, machine, store, stack)
+    for budget in ("100%", "50%"):
+        steps(budget, tuple(Decode))
     if native.load() is None:
         record.say("Left out: the CPU queue, since the native library was not built here.")
     else:
@@ -103,6 +111,9 @@ def run(record: Recorder) -> None:
             how = f"threads that {_of(spins)}"
             with record.check(f"the CPU queue could be measured with {how}") as wrong, _threads(spins):
                 wrong += measure_cpu_queue(record, machine, store, stack, how)
+        for budget in ("100%", "50%"):
+            steps(budget, OVERLAPPING, misses="share")
+    steps("50%", OVERLAPPING, prefetch="next-gate")
     store.close()
     _profile(record)
 
@@ -144,21 +155,58 @@ def _measure_kernels(record: Recorder, machine: Machine) -> None:
             measure_layer(record, machine, layer, KERNEL_PRECISIONS[0], count, Decode.TENSOR_CORES, grouped)
 
 
-def _measure_steps(record: Recorder, machine: Machine, store: HostStore, stack: Stack) -> None:
-    """Measure device-planned decode steps, each as one graph.
+def _measure_steps(
+    record: Recorder, machine: Machine, store: HostStore, stack: Stack, budget: str, ways: Sequence[Decode],
+    *, misses: str = "fetch", prefetch: str = "none",
+) -> None:  # fmt: skip
+    """Measure device-planned decode steps in several ways, each as one graph.
 
-    Each kernel variant is measured with everything resident, and then with half.
+    All ways on tensor cores have to give the same bits, layer by layer, in steps with the same inputs, launched and as
+    a graph.
     """
-    for budget, decode in product(("100%", "50%"), Decode):
-        server = server_of(stack, store, 4, budget, decode=decode)
-        replayed = DevicePlannedSteps(stack, server, 1)
-        inputs = [stack.inputs(1, seed) for seed in range(STEPS_MEASURED)]
-        for x in inputs[: STEPS_MEASURED // 2]:
-            replayed.step(x)
-        measured, bound, _ = replayed.measure(machine, inputs, 4)
-        name = f"a decode layer at {budget}, {decode.name.lower()}"
-        record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured)
-        server.close(keep_store=True)
+    inputs = [stack.inputs(1, seed) for seed in range(STEPS_MEASURED)]
+    case = f"a decode layer at {budget}, misses {misses}, prefetch {prefetch}"
+    with record.check(f"{case}: the same bits, whichever launches overlap") as wrong:
+        costs, found = None, dict[Decode, list[list[Seen]]]()
+        for decode in ways:
+            server = stack.server(store, 4, budget=budget, misses=misses, prefetch=prefetch, decode=decode)
+            assert server.small_batches is not None
+            # With the same costs the CPU executes the same misses, whose last bits are others.
+            own = server.small_batches.table.cpu_costs
+            costs = own.clone() if costs is None else own.copy_(costs)
+            replayed = DevicePlannedSteps(stack, server, 1)
+            launched = DevicePlannedSteps(stack, server, 1, launched=True)
+            found[decode] = [
+                _kept(steps.step(x)) for steps in (launched, replayed) for x in inputs[: STEPS_MEASURED // 2]
+            ]
+            measured, bound, _ = replayed.measure(machine, inputs, 4)
+            name = f"{case}, {decode.name.lower()}"
+            record.speed(name, "us", 1e6 * measured, 1e6 * bound, bound / measured)
+            server.close(keep_store=True)
+        first, *others = (decode for decode in ways if decode is not Decode.PLAIN)
+        for decode in others:
+            wrong += _different(f"{decode.name.lower()} and {first.name.lower()}", found[decode], found[first])
+
+
+def _kept(seen: Sequence[Seen]) -> list[Seen]:
+    return [Seen(layer, *(tensor.clone() for tensor in tensors)) for layer, *tensors in seen]
+
+
+def _different(names: str, some: Sequence[Sequence[Seen]], others: Sequence[Sequence[Seen]]) -> list[str]:
+    """Return what is wrong with the outputs of steps by two ways, as sentences.
+
+    Layers are compared as long as their inputs are the same: gates may sum in another order in another graph.
+    """
+    wrong, compared = [], 0
+    for step, both in enumerate(zip(some, others, strict=True)):
+        for one, other in zip(*both, strict=True):
+            if not all(torch.equal(*pair) for pair in zip(one[1:-1], other[1:-1], strict=True)):
+                break
+            compared += 1
+            if not same_bits(one.out, other.out):
+                wrong.append(f"{names} give different bits in step {step}, layer {one.layer}")
+                break
+    return wrong if compared else [f"{names} had no inputs in common"]
 
 
 def _of(spins: bool) -> str:

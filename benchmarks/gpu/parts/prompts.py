@@ -84,7 +84,8 @@ def _measure_policy(
     record: Recorder, machine: Machine, store: HostStore, stack: Stack, name: str, policy: Policy, budget: str
 ) -> None:
     """Measure a decode step of one token as one graph, planned by the device."""
-    server = stack.server(store, BITS, budget=budget, policy=policy, decode=Decode.TENSOR_CORES)
+    prefetch = "next-gate" if policy.prefetch is not None and policy.prefetch.needs_gates else "none"
+    server = stack.server(store, BITS, budget=budget, prefetch=prefetch, policy=policy, decode=Decode.TENSOR_CORES)
     steps = DevicePlannedSteps(stack, server, 1)
     inputs = [stack.inputs(1, seed) for seed in range(DECODE_STEPS)]
     for x in inputs[: DECODE_STEPS // 3]:

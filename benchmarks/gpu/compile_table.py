@@ -58,7 +58,7 @@ def problems(row: dict) -> list[str]:
     name = " ".join(str(row[column]) for column in COLUMNS if row[column])
     grouped = row["kernel"].startswith("grouped")
     # A few bytes do not matter in a launch that waits for the link, nor in planning, one program per layer.
-    waits = "device" in row["note"] or row["kernel"] == "decide"
+    waits = "device" in row["note"] or row["kernel"] in ("decide", "choose")
     on_tensor_cores = row["kernel"].startswith("mma")
     allowed = TENSOR_CORE_SPILLS if on_tensor_cores else 64 if waits else SPILLS.get(row["triton"], 0)
     if row["kernel"].startswith("mma_grouped"):

@@ -5,7 +5,6 @@ compiler does. Once, ``up = gate`` before a loop that moves ``up`` to ``gate`` m
 constant, and decoded experts gave zeros.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flow import Program, Value
+from flow import Program
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
@@ -64,10 +63,10 @@ class Launched(Program):
     """
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
-        super().__init__(ptx, memory, arguments, threads)
+        super().__init__(ptx, memory, arguments, threads, traced=False)
         self.order = Order(waits=False)
         for name, number in zip("xyz", (*place, 0), strict=False):
-            self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
+            self._registers[f"%ctaid.{name}"] = self._only(np.full(threads, number, np.uint64))
 
     def _wait(self) -> None:
         self.order.waits = True
@@ -75,20 +74,14 @@ class Launched(Program):
     def _release(self) -> None:
         self.order.releases_first |= not self.order.waits
 
-    def _set(self, text: str, value: Value, active: Any) -> None:
-        none = self._nothing.bits  # no trees: only numbers matter here
-        super()._set(text, Value(value.bits, none, none), active)
-
-    def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
+    def _execute(self, words: tuple[str, ...], operands: list[str], active: Any) -> None:
         if not self.order.waits and "global" in words and active.any():
-            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
-            self.order.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
+            self.order.early.update(self._address(operands[words[0] != "st"])[active].tolist())
         super()._execute(words, operands, active)
         if words[0] == "atom" and active.any():  # one thread is active; its operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
-            at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
-            word = self._spaces["global"][0][at : at + 4].view(np.uint32)
-            word += np.uint32(self._value(operands[2]).bits[lane])
+            at = int(self._address(operands[1])[lane])
+            self._spaces["global"].words[32][at // 4] += np.uint32(self._value(operands[2]).bits[lane])
 
 
 class Host:

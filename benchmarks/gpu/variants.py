@@ -269,12 +269,34 @@ def _others(architecture: int) -> Iterator[Variant]:
     counted = torch.zeros(3 * 129).long(), torch.zeros(1, 128, dtype=torch.int8), 0, torch.zeros(1, 8).int()
     key = architecture, "count_uses", "128 experts", "", "top 8"
     yield _noted(key, uses.count_uses_on_gpu, *counted, torch.zeros(1, 8))
+    yield from _choices(architecture)
     key = architecture, "copy_spans", "", "", ""
     yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
     yield from _prefetch(architecture, *_ROUTERS[1])
     for nested in (False, True):
         yield from _wide(architecture, *_ROUTERS[1], nested)
     yield from _cpu_queue(architecture)
+
+
+def _choices(architecture: int) -> Iterator[Variant]:
+    """Yield the kernels of a rank that has an eighth of the experts, and chooses precision among all of them.
+
+    They are for one token, and for a large batch with marks.
+    """
+    for experts, top_k in _ROUTERS:
+        own, sizes = experts // 8, {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "all_experts": experts}
+        table, plan = vars(Table.allocate(1, own, **sizes)), LayerPlan.allocate(1, top_k, own, "cpu").tensors
+        ids, scores, rows = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k), torch.zeros(1).int()
+        key = f"{experts} experts", "", f"top {top_k}"
+        given = table, 0, ids, ids, scores, rows
+        yield _noted((architecture, "choose", *key), planner.choose_on_gpu, *given)
+        large = partial(planner.choose_on_gpu, chunks=1, marked=True)
+        noted = architecture, "choose", *key[:2], f"large, {key[2]}"
+        yield _noted(noted, large, *given, torch.zeros(1, dtype=torch.int32))
+        if (experts, top_k) == _ROUTERS[-1]:
+            noted = architecture, "decide", f"{own} experts", "", f"{key[2]}, chosen among {experts}"
+            decided = partial(planner.plan_small_batch_on_gpu, global_ids=ids)
+            yield _noted(noted, decided, table, 0, ids, scores, rows, plan)
 
 
 def _prefetch(architecture: int, experts: int, top_k: int) -> Iterator[Variant]:

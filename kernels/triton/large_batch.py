@@ -8,6 +8,7 @@ them up; then one program per list writes it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,6 +18,8 @@ from torch import Tensor
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, take_sources
 from vllm_dymoe.kernels.triton.planner import (
     add_to,
+    check_global_ids,
+    choose_on_gpu,
     count_pairs,
     ids_of,
     number_of,
@@ -39,11 +42,13 @@ _OF_PLAN = "count", "experts", "precisions", "slots", "action", "addresses", "wo
 def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
-    parts: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, start: Start = run_kernel,
+    parts: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, global_ids: Tensor | None = None,
+    start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run both planners of a large batch on the device, in four launches.
 
-    They are ``plan_small_batch`` and then ``plan_large_batch``.
+    They are ``plan_small_batch`` and then ``plan_large_batch``. If precision is chosen among the experts of all ranks,
+    two more launches do that first.
 
     Args:
         table: the tensors of a Table, by name.
@@ -59,18 +64,25 @@ def plan_large_batch_on_gpu(
         large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
         parts: see :func:`counted_parts`, if the shape has marks.
         disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
+        global_ids: see ``plan_small_batch``.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}
-    warps, at_once = program_of(width)
-    options, chunks = {"num_warps": warps}, {**sizes, "CHUNK": at_once}
-    counted = weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted
-    grid = shape.chunks, 1 if parts is None else len(parts)
-    start(count_kernel, grid, (ids if parts is None else parts, *counted), chunks, options)
-    plan_small_batch_on_gpu(
-        table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=shape.marked, start=start
-    )
+    options = {"num_warps": program_of(width)[0]}
+    check_global_ids(table, global_ids)
+    if global_ids is not None:  # the only ones that marks matter for
+        everything = replace(shape, experts=table["critical"].shape[1] - 1)
+        counts = scratch.new_empty(everything.scratch)
+        _count(global_ids if parts is None else parts, weights, rows, counts, everything, start)
+        choose_on_gpu(
+            table, layer, global_ids, ids, weights, rows, counts, chunks=shape.chunks, marked=parts is not None,
+            start=start,
+        )  # fmt: skip
+        parts = None
+    _count(ids if parts is None else parts, weights, rows, scratch, shape, start)
+    marked = parts is not None
+    plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=marked, start=start)
     if disk_queue is not None:
         ask(disk_queue, layer, plan, start=start)
         take_sources(disk_queue, table, layer, plan, start=start)
@@ -103,6 +115,17 @@ def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
     """
     heavy = (marks[:, None] > 1) & usable(weights)
     return torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
+
+
+def _count(parts: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, start: Start) -> None:
+    """Count the pairs of a step in one launch: [tokens, top_k], or all :func:`counted_parts`."""
+    width = experts_width(shape.experts)
+    warps, at_once = program_of(width)
+    start(
+        count_kernel, (shape.chunks, len(parts) if parts.dim() > weights.dim() else 1),
+        (parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted),
+        {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width, "CHUNK": at_once}, {"num_warps": warps},
+    )  # fmt: skip
 
 
 @triton.jit(

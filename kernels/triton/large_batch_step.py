@@ -90,9 +90,9 @@ class TritonLargeBatch:
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
-        marks: Tensor | None,
+        marks: Tensor | None, global_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Plan the step in four launches.
+        """Plan the step in four launches, or six; see ``plan_large_batch_on_gpu``.
 
         Hidden states and outputs are allocated.
         """
@@ -107,8 +107,10 @@ class TritonLargeBatch:
             "out": x.new_empty(shape.positions, x.shape[1]),
             "combined": x.new_empty(shape.tokens, x.shape[1]),
         }
+        if global_ids is not None:
+            tensors["global_ids"] = global_ids
         if marks is not None:
-            tensors["parts"] = counted_parts(ids, weights, marks)
+            tensors["parts"] = counted_parts(ids if global_ids is None else global_ids, weights, marks)
         self._given = Given(tensors, {"layer": layer, "half": half, "ahead": ahead}, *self._columns(layer))
         self._launches.run(("plan", self._parity), self._given, self._plan)
 
@@ -132,7 +134,7 @@ class TritonLargeBatch:
         layer, routed = numbers["layer"], (given["ids"], given["weights"], given["rows"])
         plan_large_batch_on_gpu(
             self._table(layer), layer, *routed, self.layer_plan.tensors, self.shape, numbers["half"], numbers["ahead"],
-            self._steps, lists, given.get("parts"), self._disk_queue, start=start,
+            self._steps, lists, given.get("parts"), self._disk_queue, global_ids=given.get("global_ids"), start=start,
         )  # fmt: skip
 
     def _copy(self, group: int, start: Start) -> None:

@@ -3,6 +3,8 @@
 Plain twin, bit for bit: ``vllm_dymoe.planner.small_batch.plan_small_batch``. Names are those of ``Table`` and
 ``LayerPlan`` there. Only integers are compared, so no order of additions matters.
 
+If precision is chosen among the experts of all ranks, another program does that first (``choose_kernel``).
+
 One program is enough. Everything about experts is a vector of WIDTH elements, and pairs are processed in
 chunks. Work that takes a turn for each expert (its slot, its victim) is done for misses only, each of which occupies
 the link a hundred times as long.
@@ -20,6 +22,7 @@ from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.kernels.triton.start import Start, run_kernel
 from vllm_dymoe.planner.constants import (
     AGING,
+    GLOBAL_IDS,
     MOST_WEIGHT,
     POSITIONS_AT_ONCE,
     USE,
@@ -59,6 +62,7 @@ _OF_TABLE = (
     "critical",
     "threshold",
     "prompt_threshold",
+    "chosen",
     "cpu_costs",
     "bits",
     "offsets",
@@ -103,10 +107,13 @@ def plan_small_batch_on_gpu(
     marked: bool = False,
     on_cpu: bool = False,
     weights_on_input: bool = False,
+    global_ids: Tensor | None = None,
     followed: bool = False,
     start: Start = run_kernel,
 ) -> None:
     """Run ``plan_small_batch`` on the device, in one launch.
+
+    There are two if precision is chosen among the experts of all ranks.
 
     Args:
         table: the tensors of a Table, by name.
@@ -119,6 +126,7 @@ def plan_small_batch_on_gpu(
         marked: pairs of prompts and of heavy hitters have been counted, too.
         on_cpu: whether the CPU may execute some experts; otherwise the table's costs are not read.
         weights_on_input: see ``plan_small_batch``; in a large batch pairs are placed later.
+        global_ids: see ``plan_small_batch``; a large batch has chosen before (:func:`choose_on_gpu`).
         followed: whether the next launch overlaps this one, see ``start.Overlap``.
         start: launch, or only compile.
 
@@ -135,6 +143,10 @@ def plan_small_batch_on_gpu(
     check_tensor("computed", plan["computed"], shape=(tokens, top_k))
     if tokens > ring_tokens and not chunks:
         raise ValueError(f"a step has {tokens} tokens, but the table was made for at most {ring_tokens}")
+    if not chunks:
+        check_global_ids(table, global_ids)
+        if global_ids is not None:
+            choose_on_gpu(table, layer, global_ids, ids, weights, rows, start=start)
     width = experts_width(experts)
     warps, chunk = program_of(width)
     start(
@@ -161,6 +173,7 @@ def plan_small_batch_on_gpu(
             "NESTED": len(table["slot"]) > 1,
             "LARGE": chunks > 0,
             "MARKED": marked,
+            "CHOSEN": len(table["chosen"]) > 0,
             "CPU": on_cpu,
             "ON_INPUT": weights_on_input,
             "FOLLOWED": followed,
@@ -169,6 +182,119 @@ def plan_small_batch_on_gpu(
         },
         {"num_warps": warps},
     )
+
+
+def check_global_ids(table: Mapping[str, Tensor], global_ids: Tensor | None) -> None:
+    """Raise ValueError if ids of all ranks are missing where they are read, or given where they are not."""
+    if (global_ids is None) != (len(table["chosen"]) == 0):
+        raise ValueError(GLOBAL_IDS)
+
+
+def choose_on_gpu(
+    table: Mapping[str, Tensor], layer: int, global_ids: Tensor, ids: Tensor, weights: Tensor, rows: Tensor,
+    scratch: Tensor | None = None, *, chunks: int = 0, marked: bool = False, start: Start = run_kernel,
+) -> None:  # fmt: skip
+    """Choose the precision of a step's experts among those of all ranks, in one launch.
+
+    Writes ``Table.chosen`` and moves the thresholds.
+
+    Args:
+        table: the tensors of a Table, by name.
+        global_ids: int32 or int64 [tokens, top_k], see ``plan_small_batch``.
+        scratch: of a large batch, whose pairs have been counted there by their global ids; None to count them here.
+        chunks: as for :func:`plan_small_batch_on_gpu`, as are the others.
+        marked: pairs of prompts and of heavy hitters have been counted, too.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: more experts than the program holds, or sizes that disagree.
+    """
+    experts, (tokens, top_k) = table["critical"].shape[1] - 1, ids.shape
+    check_experts(experts)
+    check_tensor("global_ids", global_ids, shape=(tokens, top_k))
+    check_tensor("ids", ids, shape=(tokens, top_k))
+    check_tensor("weights", weights, shape=(tokens, top_k), dtype=torch.float32)
+    check_tensor("rows", rows, shape=(1,), dtype=torch.int32)
+    width = experts_width(experts)
+    warps, chunk = program_of(width)
+    if scratch is None:
+        scratch = rows.new_empty(3 * width)
+    columns = (table[name] for name in ("critical", "threshold", "prompt_threshold", "chosen"))
+    start(
+        choose_kernel,
+        (1,),
+        (global_ids, ids, weights, rows, *columns, scratch, layer, tokens, chunks),
+        {
+            "OWN": len(table["chosen"]),
+            "EXPERTS": experts,
+            "TOP_K": top_k,
+            "LARGE": chunks > 0,
+            "MARKED": marked,
+            "WIDTH": width,
+            "CHUNK": chunk,
+        },
+        {"num_warps": warps},
+    )
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "global_ids",
+        "ids",
+        "weights",
+        "rows",
+        "critical",
+        "threshold",
+        "prompt_threshold",
+        "chosen",
+        "scratch",
+    ],
+    do_not_specialize=["layer", "tokens", "chunks"],
+)
+def choose_kernel(
+    global_ids, ids, weights, rows, critical, threshold, prompt_threshold, chosen, scratch,
+    layer: tl.int32, tokens: tl.int32, chunks: tl.int32,
+    OWN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, LARGE: tl.constexpr, MARKED: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Choose LOW or HIGH for a rank's experts among those of all ranks; grid [1].
+
+    Args:
+        scratch: int32 [3 * WIDTH], and then the counts of a large batch, contents do not matter otherwise.
+        tokens: padding included.
+        chunks: of a large batch.
+        OWN: experts of the rank.
+        EXPERTS: of all ranks.
+        LARGE: pairs are counted already.
+        MARKED: see ``decide_kernel``.
+        WIDTH: a power of two, at least EXPERTS.
+        CHUNK: pairs at a time, a power of two.
+    """
+    real = tl.minimum(tl.load(rows), tokens)
+    if real > 0:
+        expert = tl.arange(0, WIDTH)
+        counted = scratch + 3 * WIDTH
+        if LARGE:
+            sizes, sums = _add_chunks(counted, chunks, expert, WIDTH)
+        else:
+            sizes, sums = count_pairs(global_ids, weights, None, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
+        wanted, high, active, high_prompts, active_prompts = _choose(
+            sizes, sums, counted, chunks, tokens * TOP_K, threshold, prompt_threshold,
+            critical + layer * (EXPERTS + 1), scratch, expert, MARKED, WIDTH, CHUNK,
+        )  # fmt: skip
+        tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
+        _follow(threshold, high, active)
+        if MARKED:
+            _follow(prompt_threshold, high_prompts, active_prompts)
+        tl.store(chosen + expert, 1, mask=expert < OWN)
+        tl.store(scratch + expert, wanted)
+        tl.debug_barrier()
+        for first in range(0, real * TOP_K, WIDTH):
+            pair = first + expert
+            everywhere, known = ids_of(global_ids, pair, real * TOP_K, EXPERTS)
+            here, own = ids_of(ids, pair, real * TOP_K, OWN)
+            is_high = tl.load(scratch + everywhere, mask=known, other=0) == 2
+            tl.store(chosen + here, 2, mask=own & is_high)
 
 
 _ANY_ALIGNMENT = ["ids", "weights", "rows", *_OF_TABLE, *(f"item_{name}" for name in _OF_PLAN)]
@@ -197,6 +323,7 @@ def decide_kernel(
     critical,
     threshold,
     prompt_threshold,
+    chosen,
     cpu_costs,
     bits,
     offsets,
@@ -240,6 +367,7 @@ def decide_kernel(
     NESTED: tl.constexpr,
     LARGE: tl.constexpr,
     MARKED: tl.constexpr,
+    CHOSEN: tl.constexpr,
     CPU: tl.constexpr,
     ON_INPUT: tl.constexpr,
     FOLLOWED: tl.constexpr,
@@ -262,6 +390,7 @@ def decide_kernel(
         NESTED: whether versions are nested.
         LARGE: pairs are counted already, and placed later; nothing is recorded.
         MARKED: prompts and other tokens have their own measures, and an expert needs to meet one of them.
+        CHOSEN: precision has been chosen among the experts of all ranks (``choose_kernel``).
         CPU: whether the CPU executes some of the experts.
         ON_INPUT: weights multiply inputs, which have a row for each pair.
         FOLLOWED: the next launch begins while this one still lists the items, and waits for its end.
@@ -284,27 +413,13 @@ def decide_kernel(
         sizes, sums = count_pairs(ids, weights, ranks, real * TOP_K, expert, EXPERTS, WIDTH, CHUNK)
     active = sizes > 0
     counted = sums != 0  # those with usable weights
-    others = active
-    of_prompts = expert < 0  # none
-    wanted_prompts = tl.zeros([WIDTH], tl.int32)
-    at_critical = critical + layer * (EXPERTS + 1)
-    if MARKED:
-        part = 3 * chunks * WIDTH + (tokens * TOP_K + 1) // 2 * 2
-        prompt_sizes, prompt_sums = _add_chunks(ranks + part, chunks, expert, WIDTH)
-        hits, heavy_sums = _add_chunks(ranks + 2 * part, chunks, expert, WIDTH)
-        of_prompts = prompt_sizes > 0
-        counted_prompts = number_of(of_prompts & (prompt_sums != 0))
-        wanted_prompts = precisions_of(
-            of_prompts, counted_prompts, heavy_sums, prompt_threshold, at_critical, item_scratch, expert, WIDTH, CHUNK,
-            hits,
+    if CHOSEN:
+        wanted = tl.load(chosen + expert, mask=active, other=0).to(tl.int32)
+    else:
+        wanted, number_high, number_active, high_prompts, active_prompts = _choose(
+            sizes, sums, ranks, chunks, tokens * TOP_K, threshold, prompt_threshold, critical + layer * (EXPERTS + 1),
+            item_scratch, expert, MARKED, WIDTH, CHUNK,
         )  # fmt: skip
-        others = sizes > prompt_sizes
-        sums = sums - prompt_sums
-        tl.debug_barrier()
-    counted_others = number_of(others & (sums != 0))
-    wanted = precisions_of(others, counted_others, sums, threshold, at_critical, item_scratch, expert, WIDTH, CHUNK)
-    number_high = number_of((wanted == 2) & (sums != 0))
-    wanted = tl.where(wanted > wanted_prompts, wanted, wanted_prompts)
     uses = active & (tl.where(wanted == 2, tl.load(bits + 7), tl.load(bits + 4)) != 0)
 
     row = layer * EXPERTS + expert
@@ -402,9 +517,10 @@ def decide_kernel(
     tl.debug_barrier()  # where warps hold the same experts, none may load what another has stored
     if real > 0:
         tl.store(step + layer, number)
-        _follow(threshold, number_high, counted_others)
-        if MARKED:
-            _follow(prompt_threshold, number_of((wanted_prompts == 2) & (prompt_sums != 0)), counted_prompts)
+        if not CHOSEN:
+            _follow(threshold, number_high, number_active)
+            if MARKED:
+                _follow(prompt_threshold, high_prompts, active_prompts)
         tl.store(score + row, warmth, mask=known)
         tl.store(used_at + row, last_use, mask=known)
         tl.store(precision + row, now.to(tl.int8), mask=known)
@@ -825,7 +941,7 @@ def _record(ids, weights, ring_ids, ring_weights, at, count, EXPERTS: tl.constex
 def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Return each expert's positions and sum of weights, int32 and int64 [WIDTH].
 
-    Numbers each expert's pairs in ``ranks``.
+    Numbers each expert's pairs in ``ranks``, unless it is None.
 
     Weights are summed as integers in 1 / _UNIT, with one more unit for each that is usable: 0 for none.
     """
@@ -838,10 +954,11 @@ def count_pairs(ids, weights, ranks, count, expert, EXPERTS: tl.constexpr, WIDTH
         usable = tl.abs(weight) < _MOST_WEIGHT
         units = (tl.where(usable, weight, 0.0) * _UNIT).to(tl.int64) + usable.to(tl.int64)
         chosen = one_id[:, None] == expert[None, :]
-        other_id, _ = ids_of(ids, first + lane, count, EXPERTS)
-        before = (one_id[:, None] == other_id[None, :]) & (lane[:, None] > lane[None, :])
-        rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
-        tl.store(ranks + first + lane, rank, mask=inside)
+        if ranks is not None:
+            other_id, _ = ids_of(ids, first + lane, count, EXPERTS)
+            before = (one_id[:, None] == other_id[None, :]) & (lane[:, None] > lane[None, :])
+            rank = tl.sum(before.to(tl.int32), 1) + tl.sum(tl.where(chosen, sizes[None, :], 0), 1)
+            tl.store(ranks + first + lane, rank, mask=inside)
         sizes += tl.sum(chosen.to(tl.int32), 0)
         sums += tl.sum(tl.where(chosen, units[:, None], 0), 0)
     return sizes, sums
@@ -863,6 +980,48 @@ def _add_chunks(counted, chunks, expert, WIDTH: tl.constexpr):
         tl.store(counted + number * WIDTH + expert, sizes)
         sizes += of_chunk
     return sizes, sums
+
+
+@triton.jit
+def _choose(
+    sizes, sums, parts, chunks, positions, threshold, prompt_threshold, critical, scratch, expert,
+    MARKED: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Choose LOW or HIGH for each active expert, see ``high_experts``.
+
+    Args:
+        sizes: int32 [WIDTH], positions of each expert.
+        sums: int64 [WIDTH], of its weights.
+        parts: counts of all pairs; with MARKED those of prompts and of heavy hitters follow, see ``count_kernel``.
+        positions: pairs of the step, padding included.
+        critical: pointer to the layer's numbers of high experts.
+        scratch: int32 [3 * WIDTH].
+
+    Returns:
+        int32 [WIDTH], 0 for experts that are not active; how many of the experts that count are high, and how many
+        count; with MARKED the same two numbers of prompts.
+    """
+    others = sizes > 0
+    wanted_prompts = tl.zeros([WIDTH], tl.int32)
+    high_prompts = 0
+    active_prompts = 0
+    if MARKED:
+        part = 3 * chunks * WIDTH + (positions + 1) // 2 * 2
+        prompt_sizes, prompt_sums = _add_chunks(parts + part, chunks, expert, WIDTH)
+        hits, heavy_sums = _add_chunks(parts + 2 * part, chunks, expert, WIDTH)
+        of_prompts = prompt_sizes > 0
+        active_prompts = number_of(of_prompts & (prompt_sums != 0))
+        wanted_prompts = precisions_of(
+            of_prompts, active_prompts, heavy_sums, prompt_threshold, critical, scratch, expert, WIDTH, CHUNK, hits
+        )
+        high_prompts = number_of((wanted_prompts == 2) & (prompt_sums != 0))
+        others = sizes > prompt_sizes
+        sums = sums - prompt_sums
+        tl.debug_barrier()
+    active = number_of(others & (sums != 0))
+    wanted = precisions_of(others, active, sums, threshold, critical, scratch, expert, WIDTH, CHUNK)
+    high = number_of((wanted == 2) & (sums != 0))
+    return tl.where(wanted > wanted_prompts, wanted, wanted_prompts), high, active, high_prompts, active_prompts
 
 
 @triton.jit

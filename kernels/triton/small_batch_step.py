@@ -1,14 +1,15 @@
 """A decode step of one MoE layer in three launches without the host.
 
-They are plan, gate and up, down. Lattice codes need a fourth launch that rotates their inputs. Everything that changes
-from step to step is in tensors at fixed addresses, so a CUDA graph can capture the step.
+They are plan, gate and up, down. Lattice codes need a fourth launch that rotates their inputs, and a rank that chooses
+precision among the experts of all ranks needs one before the plan. Everything that changes from step to step is in
+tensors at fixed addresses, so a CUDA graph can capture the step.
 
 From sm_90 on launches may overlap (``start.Overlap``). Sequences, with a tilde where the second launch begins before
 the first one ends, and ``/`` where it waits only at its own end:
 
-    misses are fetched            [weight] [rotate] plan ~ gate and up ~ down
-    the CPU executes some         [weight] [rotate] plan, post / gate and up ~ down, wait, collect, combine
-    experts are read from disk    [weight] [rotate] plan, ask, wait, take sources ~ gate and up ~ down
+    misses are fetched            [weight] [rotate] [choose] plan ~ gate and up ~ down
+    the CPU executes some         [weight] [rotate] [choose] plan, post / gate and up ~ down, wait, collect, combine
+    experts are read from disk    [weight] [rotate] [choose] plan, ask, wait, take sources ~ gate and up ~ down
 
 Inputs are weighted and rotated first, so that nothing lies between. All policies have these sequences; predictions run
 on a branch that forks before the plan or after down. Why nothing is read too early:
@@ -85,6 +86,7 @@ class SmallBatchStep:
         device_queue: DeviceQueue | None = None,
         *,
         weights_on_input: bool = False,
+        global_ids: Tensor | None = None,
         start: Start = run_kernel,
     ) -> None:
         """Compute out[token] = weighted sum over the token's experts, zero without any.
@@ -103,6 +105,7 @@ class SmallBatchStep:
             device_queue: the queue of the CPU worker, waited for before tokens are summed; None if all misses are
                 fetched.
             weights_on_input: weights multiply the experts' inputs, which are made by torch first.
+            global_ids: see ``plan_small_batch``.
             start: launch, or only compile.
 
         Raises:
@@ -119,7 +122,7 @@ class SmallBatchStep:
         on_cpu, from_disk = device_queue is not None, self.disk_queue is not None
         plan_small_batch_on_gpu(
             table, layer, ids, weights, rows, plan, on_cpu=on_cpu, weights_on_input=weights_on_input,
-            followed=chained and not on_cpu and not from_disk, start=start,
+            followed=chained and not on_cpu and not from_disk, global_ids=global_ids, start=start,
         )  # fmt: skip
         if self.disk_queue is not None:
             ask(self.disk_queue, layer, plan, start=start)

@@ -106,11 +106,14 @@ class Given:
         A tensor changes if it begins where one of these does, a number if it is one of these.
 
         Raises:
-            ValueError: the tensor begins elsewhere in the memory of one that changes.
+            ValueError: the tensor begins elsewhere in the memory of one that changes, or where two of them do.
         """
         if isinstance(value, int):
             return argument if self.numbers.get(argument) == value else None
         changing = {**self.columns, **self.tensors}
+        same = [name for name, tensor in self.tensors.items() if tensor.data_ptr() == value.data_ptr() != 0]
+        if len(same) > 1:
+            raise ValueError(f"{argument} could be {' or '.join(same)}, which begin at the same address")
         for name, tensor in changing.items():
             if tensor.data_ptr() == value.data_ptr():
                 return name

@@ -52,11 +52,20 @@ def describe(worker):
     return server.experts.num_experts, server.store.description, pss()
 
 
-def serve(rank, port, folder, options, settings):
-    """Return the answers of one of the two engines.
+def precisions(worker):
+    """Return the numbers of experts served at each precision, and the threshold."""
+    server = worker.vllm_config.quant_config.loaded_model().server
+    return server.stats().planned, server.small_batches.table.threshold.tolist()
 
-    It answers its own prompts, no prompts, and prompts while an expert cannot be read.
-    """
+
+def choose_otherwise(worker, high_by):
+    server = worker.vllm_config.quant_config.loaded_model().server
+    server.set_precision(high_by=high_by)
+    server.reset_stats()
+
+
+def serve(scenario, rank, port, folder, options, settings):
+    """Return what a scenario finds out about one of the two engines."""
     from vllm import SamplingParams
 
     prepare_rank(folder / f"log-{rank}")
@@ -69,7 +78,7 @@ def serve(rank, port, folder, options, settings):
         from tests.e2e.balanced import SETTINGS, configurable
 
         settings |= SETTINGS
-    sampling, result = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5), {}
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
     with configurable(), engine(dymoe=options, max_num_batched_tokens=128, **settings) as llm:
         core, asked = llm.llm_engine, itertools.count()
 
@@ -84,34 +93,53 @@ def serve(rank, port, folder, options, settings):
             llm.collective_rpc("dymoe_check_integrity")
             return [finished[name] for name in names]
 
-        def answers(texts):
-            return list(map(Answer.of, together(texts)))
-
         together([])  # wait until both are up
-        numbers = [llm.collective_rpc("numbers")[0]] if "enable_eplb" in settings else []
-        result["experts"] = llm.collective_rpc(describe)[0]
-        own = prompts()[:5] if rank == 0 else prompts()[5:7]
-        for budget in ("100%", "25%"):
-            llm.collective_rpc(resize, args=(budget,))
-            result["both", budget] = answers(own)
-            llm.collective_rpc("dymoe_reset_stats")
-            result["first alone", budget] = answers(prompts()[:1] if rank == 0 else [])
-            (stats,) = llm.collective_rpc("dymoe_stats")
-            result["uses", budget] = stats["hits"] + stats["misses"]
-        llm.collective_rpc(resize, args=("25%",))
-        llm.sleep(2)
-        result["asleep"] = llm.collective_rpc(describe)[0][2]
-        llm.wake_up()
-        result["awake"] = answers(own)
-        if rank == 1:
-            llm.collective_rpc(break_disk, args=(True,))
-        result["failed"] = [
-            (c.finish_reason, c.stop_reason) for c in together(prompts()[7:9] if rank == 0 else prompts()[9:10])
-        ]
-        if rank == 1:
-            llm.collective_rpc(break_disk, args=(False,))
-        result["after"] = answers(own)
-        result["numbers"] = [*numbers, *(llm.collective_rpc("numbers")[0] for _ in numbers)]
+        return scenario(rank, llm, together, balanced="enable_eplb" in settings)
+
+
+def everything(rank, llm, together, *, balanced):
+    """Return one engine's answers.
+
+    It answers its own prompts, no prompts, and prompts while an expert cannot be read.
+    """
+
+    def answers(texts):
+        return list(map(Answer.of, together(texts)))
+
+    numbers, result = [llm.collective_rpc("numbers")[0]] if balanced else [], {}
+    result["experts"] = llm.collective_rpc(describe)[0]
+    own = prompts()[:5] if rank == 0 else prompts()[5:7]
+    for budget in ("100%", "25%"):
+        llm.collective_rpc(resize, args=(budget,))
+        result["both", budget] = answers(own)
+        llm.collective_rpc("dymoe_reset_stats")
+        result["first alone", budget] = answers(prompts()[:1] if rank == 0 else [])
+        (stats,) = llm.collective_rpc("dymoe_stats")
+        result["uses", budget] = stats["hits"] + stats["misses"]
+    llm.collective_rpc(resize, args=("25%",))
+    llm.sleep(2)
+    result["asleep"] = llm.collective_rpc(describe)[0][2]
+    llm.wake_up()
+    result["awake"] = answers(own)
+    if rank == 1:
+        llm.collective_rpc(break_disk, args=(True,))
+    result["failed"] = [
+        (c.finish_reason, c.stop_reason) for c in together(prompts()[7:9] if rank == 0 else prompts()[9:10])
+    ]
+    if rank == 1:
+        llm.collective_rpc(break_disk, args=(False,))
+    result["after"] = answers(own)
+    result["numbers"] = [*numbers, *(llm.collective_rpc("numbers")[0] for _ in numbers)]
+    return result
+
+
+def choices(rank, llm, together, *, balanced):
+    """Return :func:`precisions` by the way in which high experts are chosen, while two requests run on each engine."""
+    result = {}
+    for high_by in ("threshold", "equal"):
+        llm.collective_rpc(choose_otherwise, args=(high_by,))
+        together(prompts()[2 * rank : 2 * rank + 2])
+        result[high_by] = llm.collective_rpc(precisions)[0]
     return result
 
 
@@ -120,10 +148,10 @@ def engines(tmp_path_factory):
     return serve_two(tmp_path_factory.mktemp("data-parallel"), OPTIONS, enable_expert_parallel=True)
 
 
-def serve_two(folder, options, **settings):
+def serve_two(folder, options, scenario=everything, **settings):
     port = free_port(10)  # vLLM takes the next ones too
     with ProcessPoolExecutor(2, mp_context=FORKED) as pool:
-        running = [pool.submit(serve, rank, port, folder, options, settings) for rank in (0, 1)]
+        running = [pool.submit(serve, scenario, rank, port, folder, options, settings) for rank in (0, 1)]
         try:
             return [one.result(400) for one in running]
         except BaseException:
@@ -215,6 +243,19 @@ def test_engines_whose_device_plans_answer_as_one_with_all_experts(tmp_path, alo
         assert all(reason == "length" for reason, _ in result["failed"]), "nothing is read but memory"
     for budget in ("100%", "25%"):
         assert abs(sum(result["uses", budget] for result in engines) - alone[1]) < 0.05 * alone[1]
+
+
+def test_retention_holds_over_the_experts_of_two_engines(tmp_path):
+    """The device of each chooses among the experts of both, so both have the same threshold."""
+    retention = 0.25
+    options = {"policy": "dymoe", "expert_budget": "50%", "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
+    options["policy_options"] = {"retention": retention, "look_ahead": 0}
+    engines = serve_two(tmp_path, options, choices, enable_expert_parallel=True)
+    for high_by in ("threshold", "equal"):
+        (one, threshold), (other, same) = (result[high_by] for result in engines)
+        assert threshold == same
+        high, low = (one[name] + other[name] for name in ("high", "low"))
+        assert high / (high + low) == pytest.approx(retention, abs=0.05), high_by
 
 
 def test_vllm_balances_experts_of_two_engines(tmp_path, alone):

@@ -64,7 +64,7 @@ class ByNumber(Exact):
 
 def make_server(
     store, budget="100%", policy=None, low=2, predictor=None, engine=None, parts=None, threads=None, high=4, rates=None,
-    on_late=print, **options,
+    on_late=print, all_experts=0, **options,
 ):  # fmt: skip
     if isinstance(policy, str):
         options, policy = options | {"policy": policy}, None
@@ -72,7 +72,7 @@ def make_server(
     if threads is not None:
         engine = make_engine(store, CPU, 0, io_threads=threads)
     given = {"policy": policy, "predictor": predictor, "engine": engine, "parts": parts, "rates": rates}
-    given["on_late"] = on_late
+    given |= {"on_late": on_late, "all_experts": all_experts}
     return ExpertServer(store, options, CPU, **given)
 
 

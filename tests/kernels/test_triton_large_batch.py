@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.twins import STEPS, Twins
-from tests.support.decode_steps import LAYERS, random_step
+from tests.support.decode_steps import EXPERTS, LAYERS, RANKS, numbers_of, random_step
 from vllm_dymoe.kernels.triton.tiles import EVERY
 from vllm_dymoe.planner.large_batch import LargeBatchShape
 from vllm_dymoe.planner.rule import HIGH, LOW
@@ -33,8 +33,9 @@ from vllm_dymoe.policies.exact import Exact
     st.sampled_from(["coldest", "least recent", "first in"]),
     st.booleans(),
     st.sampled_from([STEPS, (EVERY, EVERY), (0, 8)]),
+    st.sampled_from(sorted(RANKS)),
 )
-def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips, classes):
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips, classes, rank):
     """If experts are skipped, their weights go to others.
 
     Experts have several classes, or all of them the first one or the second.
@@ -43,10 +44,11 @@ def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by
     chosen = {"retention": retention, "high_by": high_by, "skipped_weights": "renormalize" if skips else "keep"}
     policy = Dymoe(**chosen, evicts=evicts) if nested or retention < 1 else Exact(evicts=evicts)
     quotas = {LOW: [low] * LAYERS, HIGH: [min(low, high) if nested else high] * LAYERS}
-    twins = Twins(quotas, policy=policy, staging=staging, nested=nested, skip_low=skips)
+    numbers = RANKS[rank]
+    twins = Twins(quotas, policy=policy, staging=staging, nested=nested, skip_low=skips, numbers=numbers)
     half = staging // 2
     for number, (tokens, seed) in enumerate(steps):
-        ids, weights = random_step(seed, tokens)
+        ids, weights = random_step(seed, tokens, experts=EXPERTS if numbers is None else len(numbers))
         marks = (torch.arange(tokens) * seed % 7 % 3).to(torch.int8) if seed % 3 else None
         shape = LargeBatchShape(
             tokens, 3, 12, 1 + nested, half if passes else 0, passes if half else 0, marks is not None,
@@ -69,6 +71,18 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
     assert shape.chunks > 1 or tokens < 100
     for seed in range(2):
         twins.large_batch_step(0, *random_step(seed, tokens, top_k, experts), shape, seed, tokens)
+
+
+@pytest.mark.parametrize(("experts", "own", "top_k", "tokens"), [(1024, 128, 10, 40), (33, 11, 4, 700)])
+def test_sizes_of_ranks(experts, own, top_k, tokens):
+    """Precision is chosen among the experts of all ranks, with marks of prompts and without."""
+    quotas, numbers = {LOW: [own // 2] * LAYERS, HIGH: [own // 4] * LAYERS}, numbers_of(experts, own)
+    for high_by in ("threshold", "depth"):
+        policy = Dymoe(retention=0.5, high_by=high_by)
+        twins = Twins(quotas, policy=policy, staging=8, experts=own, top_k=top_k, numbers=numbers)
+        for marks in (None, (torch.arange(tokens) % 3).to(torch.int8)):
+            shape = LargeBatchShape(tokens, top_k, own, 1, 4, 3, marks is not None)
+            twins.large_batch_step(0, *random_step(3, tokens, top_k, experts), shape, 0, tokens, marks)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from tests.kernels.sections import DEVICE, at_the_edge
 from tests.kernels.twins import Twins
 from tests.support import recorded_routing
-from tests.support.decode_steps import COSTS, EXPERTS, LAYERS, TOKENS, make_table, random_step, rows
+from tests.support.decode_steps import (
+    COSTS,
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    TOKENS,
+    make_table,
+    numbers_of,
+    own_ids,
+    random_step,
+    rows,
+)
 from tests.support.decode_steps import decide as decide_step
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.plan import LayerPlan
@@ -42,17 +53,18 @@ quotas = st.lists(st.integers(0, EXPERTS), min_size=LAYERS, max_size=LAYERS)
     st.sampled_from(sorted(COSTS)),
     st.sampled_from(["coldest", "least recent", "first in"]),
     st.sampled_from(["keep", "renormalize"]),
+    st.sampled_from(sorted(RANKS)),
 )
 def test_any_predictions_and_steps(
-    steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights
+    steps, low, high, retention, high_by, reuse_high, skip_low, staging, nested, costs, evicts, skipped_weights, rank
 ):
     """Nothing is prefetched if the low version is nested in the high one."""
     options = {"skip_low": skip_low, "staging": staging, "nested": nested, "costs": COSTS[costs]}
     chosen = {"retention": retention, "high_by": high_by, "reuse_high": reuse_high}
     policy = Dymoe(**chosen, evicts=evicts, skipped_weights=skipped_weights)
-    twins = Twins({LOW: low, HIGH: high}, policy=policy, **options)
+    twins, numbers = Twins({LOW: low, HIGH: high}, policy=policy, numbers=RANKS[rank], **options), RANKS[rank]
     for foreseen, layer, tokens, seed in steps:
-        ids, weights = random_step(seed, tokens)
+        ids, weights = random_step(seed, tokens, experts=EXPERTS if numbers is None else len(numbers))
         if foreseen and not nested:
             twins.stage(layer, seed)
         twins.step(layer, ids, weights, real=seed % (tokens + 3), weights_on_input=seed % 3 == 1)
@@ -85,6 +97,18 @@ def test_sizes_of_models(experts, top_k, tokens):
     for seed in range(3):
         ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
         twins.step(0, ids.int() if seed == 1 else ids, weights)
+
+
+@pytest.mark.parametrize(("experts", "own", "top_k", "tokens"), [(1024, 128, 22, 3), (512, 512, 22, 2), (33, 5, 4, 70)])
+def test_sizes_of_ranks(experts, own, top_k, tokens):
+    """A rank has some of the experts, and chooses among all of them."""
+    quotas, numbers = {LOW: [own // 8] * LAYERS, HIGH: [own // 4] * LAYERS}, numbers_of(experts, own)
+    for high_by in ("threshold", "depth"):
+        policy = Dymoe(retention=0.5, high_by=high_by)
+        twins = Twins(quotas, policy=policy, experts=own, top_k=top_k, tokens=tokens, numbers=numbers)
+        for seed in range(2):
+            ids, weights = random_step(seed, tokens if seed else 1, top_k, experts)
+            twins.step(0, ids.int() if seed == 1 else ids, weights)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -140,6 +164,33 @@ def test_an_expert_outside_the_model_is_told_and_the_others_are_served(wrong):
     assert torch.equal(alone.ring_ids, twins.plain.ring_ids)
 
 
+@pytest.mark.parametrize("wrong", [30, 65537, (1 << 32) + 1, -2])
+def test_so_is_one_outside_of_all_ranks(wrong):
+    numbers, quotas = RANKS["with others"], {LOW: [3, 3], HIGH: [3, 3]}
+    twins = Twins(quotas, numbers=numbers)
+    alone = make_table(quotas, all_experts=len(numbers))
+    ids, weights = random_step(1, absent=0, experts=len(numbers))
+    ids = ids.long()
+    bad = ids.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(wrong))
+    absent = ids.index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(-1))
+    twins.step(1, bad, weights)
+    assert twins.plain.outside.tolist() == [-1, len(numbers) if wrong > 0 else -2 & ID_BITS]
+    decide_step(alone, 1, own_ids(numbers, absent), weights, global_ids=absent)
+    for name in ("threshold", "chosen", "score", "precision"):
+        assert torch.equal(getattr(alone, name), getattr(twins.plain, name)), name
+
+
+def test_ids_of_all_ranks_are_needed_where_they_are_read_and_refused_elsewhere():
+    ids, weights = random_step(0, 1)
+    for all_experts, global_ids in ((30, None), (0, ids)):
+        table = make_table({LOW: [0, 0], HIGH: [0, 0]}, all_experts=all_experts)
+        with pytest.raises(ValueError, match="global_ids are needed"):
+            decide_step(table, 0, ids, weights, global_ids=global_ids)
+        given = table.at(0), 0, ids, weights, rows(1), LayerPlan.allocate(1, 3, EXPERTS, "cpu").tensors
+        with pytest.raises(ValueError, match="global_ids are needed"):
+            plan_small_batch_on_gpu(*given, global_ids=global_ids)
+
+
 @pytest.mark.parametrize("costs", ["fetch", "share", "compute"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_where_others_write_the_rows_what_weighs_much_is_streamed_or_executed(nested, costs):
@@ -186,13 +237,16 @@ def test_recorded_routing(nested, evicts):
 @pytest.mark.skipif(DEVICE != "cpu", reason="compute-sanitizer looks for the same on a GPU")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("real", [0, 1, TOKENS])
-def test_nothing_beside_the_tensors_is_touched(real, nested):
-    twins = Twins({LOW: [3, 0], HIGH: [0, 5]}, place=at_the_edge, staging=4, nested=nested, costs=COSTS["share"])
+@pytest.mark.parametrize("rank", ["alone", "with copies"])
+def test_nothing_beside_the_tensors_is_touched(real, nested, rank):
+    quotas, told = {LOW: [3, 0], HIGH: [0, 5]}, {"staging": 4, "nested": nested, "costs": COSTS["share"]}
+    twins = Twins(quotas, place=at_the_edge, numbers=RANKS[rank], **told)
+    experts = EXPERTS if RANKS[rank] is None else len(RANKS[rank])
     for layer in range(LAYERS):
         twins.table.recording.fill_(1), twins.plain.recording.fill_(1)
         if not nested:
             twins.stage(layer, layer)
-        twins.step(layer, *random_step(layer), real=real)
+        twins.step(layer, *random_step(layer, experts=experts), real=real)
 
 
 def test_what_the_program_does_not_hold_is_refused():
@@ -201,6 +255,9 @@ def test_what_the_program_does_not_hold_is_refused():
     ids, weights = random_step(0, 1)
     with pytest.raises(ValueError, match="1025 experts, but device-side planning supports at most 1024"):
         plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors)
+    table = make_table({LOW: [0, 0], HIGH: [0, 0]}, all_experts=1025)
+    with pytest.raises(ValueError, match="1025 experts, but device-side planning supports at most 1024"):
+        plan_small_batch_on_gpu(table.at(0), 0, ids, weights, rows(1), plan.tensors, global_ids=ids)
     table = make_table({LOW: [0, 0], HIGH: [0, 0]})
     ids, weights = random_step(0, TOKENS + 1)
     with pytest.raises(ValueError, match="7 tokens"):

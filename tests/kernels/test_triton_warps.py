@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tests.kernels.twins import Twins
-from tests.support.decode_steps import LAYERS, random_step
+from tests.support.decode_steps import EXPERTS, LAYERS, RANKS, random_step
 from tests.support.deterministic_threads import DeadlockError
 from tests.support.warps import random_warps
 from vllm_dymoe.kernels.triton import decode
@@ -26,17 +26,19 @@ from vllm_dymoe.planner.rule import HIGH, LOW
 from vllm_dymoe.policies.dymoe import Dymoe
 
 
-def device_planned(seed, nested=False, **options):
+def device_planned(seed, nested=False, rank="alone", **options):
     """Return whether some steps, run in warps, give the plain rule's result."""
+    numbers = RANKS[rank]
+    experts = EXPERTS if numbers is None else len(numbers)
     twins = Twins(
-        {LOW: [3] * LAYERS, HIGH: [4] * LAYERS},
+        {LOW: [3] * LAYERS, HIGH: [4] * LAYERS}, numbers=numbers,
         policy=Dymoe(retention=0.5, high_by=("threshold", "depth")[seed % 2]), staging=1, nested=nested,
     )  # fmt: skip
     in_warps = lambda *given, **named: _in_warps(seed, options, given, named)  # noqa: E731
     try:
         with mock.patch("tests.kernels.twins.plan_small_batch_on_gpu", in_warps):
             for step in range(3):
-                twins.step(step % LAYERS, *random_step(10 * seed + step, 1 + step))
+                twins.step(step % LAYERS, *random_step(10 * seed + step, 1 + step, experts=experts))
     except (AssertionError, IndexError):
         return False
     return True
@@ -47,9 +49,9 @@ def _in_warps(seed, options, given, named):
         plan_small_batch_on_gpu(*given, **named)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_no_interleaving_of_warps_decides_otherwise(nested):
-    assert all(device_planned(seed, nested) for seed in range(4))
+@pytest.mark.parametrize(("nested", "rank"), [(False, "alone"), (True, "alone"), (False, "with copies")])
+def test_no_interleaving_of_warps_decides_otherwise(nested, rank):
+    assert all(device_planned(seed, nested, rank) for seed in range(4))
 
 
 def test_without_barriers_some_do():

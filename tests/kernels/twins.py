@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.kernels.sections import DEVICE
-from tests.support.decode_steps import make_table, rows
+from tests.support.decode_steps import make_table, own_ids, rows
 from vllm_dymoe.kernels.triton.large_batch import counted_parts, plan_large_batch_on_gpu
 from vllm_dymoe.kernels.triton.planner import plan_small_batch_on_gpu
 from vllm_dymoe.planner.constants import PROJECTIONS
@@ -24,10 +24,15 @@ def moved(record, place):
 
 
 class Twins:
-    """Two tables in the same state, one for each implementation."""
+    """Two tables in the same state, one for each implementation.
 
-    def __init__(self, quotas, *, place=lambda values: values.to(DEVICE, copy=True), **options):
-        self.plain, self.place = make_table(quotas, **options), place
+    Args:
+        numbers: the rank's numbers of the experts of all ranks, to which the steps' ids belong; None if it has all.
+    """
+
+    def __init__(self, quotas, *, place=lambda values: values.to(DEVICE, copy=True), numbers=None, **options):
+        self._numbers, all_experts = numbers, 0 if numbers is None else len(numbers)
+        self.plain, self.place = make_table(quotas, all_experts=all_experts, **options), place
         self.table = moved(self.plain, place)
 
     def stage(self, layer, seed):
@@ -51,11 +56,13 @@ class Twins:
         """Plan with both and compare everything; returns the plain plan."""
         tokens, top_k = ids.shape
         count = rows(tokens if real is None else real)
+        ids, global_ids = self._of_rank(ids)
         expected = LayerPlan.allocate(tokens, top_k, self.plain.experts, "cpu", slices=1 + self.plain.nested)
         found = moved(expected, self._soiled)
-        plan_small_batch(self.plain, layer, ids, weights, count, expected, **told)
-        placed, on_cpu = map(self.place, (ids, weights, count)), bool(self.plain.cpu_costs.any())
-        plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, on_cpu=on_cpu, **told)
+        plan_small_batch(self.plain, layer, ids, weights, count, expected, global_ids=global_ids, **told)
+        placed, told["on_cpu"] = map(self.place, (ids, weights, count)), bool(self.plain.cpu_costs.any())
+        told["global_ids"] = None if global_ids is None else self.place(global_ids)
+        plan_small_batch_on_gpu(self.table.at(layer), layer, *placed, found.tensors, **told)
         for name, values in expected.tensors.items():
             if name != "scratch":
                 assert torch.equal(values.nan_to_num(7), getattr(found, name).cpu().nan_to_num(7)), name
@@ -68,14 +75,17 @@ class Twins:
         plan, large = _of_shape(shape, classes, lambda values: values)
         found, lists = _of_shape(shape, classes, self._soiled)
         found.bits[-1] = 0
+        ids, global_ids = self._of_rank(ids)
         told = {"large": True, "marks": marks, "weights_on_input": shape.weights_on_input}
-        plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, **told)
+        plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, global_ids=global_ids, **told)
         plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, classes, large)
         on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
-        parts = None if marks is None else counted_parts(*on_cpu[:2], marks.to(DEVICE))
+        counted = on_cpu[0] if global_ids is None else global_ids.to(DEVICE)
+        parts = None if marks is None else counted_parts(counted, on_cpu[1], marks.to(DEVICE))
         plan_large_batch_on_gpu(
-            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, steps, vars(lists), parts
-        )
+            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, steps, vars(lists), parts,
+            global_ids=None if global_ids is None else global_ids.to(DEVICE),
+        )  # fmt: skip
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():
             mine = slice(copies if name == "spans" else None)
@@ -93,6 +103,10 @@ class Twins:
     def compare(self):
         for name, values in vars(self.plain).items():
             assert torch.equal(values, getattr(self.table, name).cpu()), name
+
+    def _of_rank(self, ids):
+        """Return a step's ids as the rank numbers them, and as all ranks do, or None."""
+        return (ids, None) if self._numbers is None else (own_ids(self._numbers, ids), ids)
 
     def _soiled(self, values):
         return self.place(values.clone()).fill_(77)

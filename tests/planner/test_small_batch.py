@@ -13,11 +13,13 @@ from tests.support.decode_steps import (
     LAYERS,
     NESTED,
     POOL,
+    RANKS,
     SOURCE,
     TOKENS,
     decide,
     host_table,
     make_table,
+    own_ids,
     random_step,
 )
 from vllm_dymoe.planner.constants import Action
@@ -38,13 +40,13 @@ class Host:
         self.policy, self.skip_low = policy, skip_low
         self.counts = np.zeros((LAYERS, len(Counter)), np.int64)
 
-    def step(self, layer, ids, weights):
+    def step(self, layer, ids, weights, global_ids=None):
         """Return the active experts, their computed versions, and the actions.
 
         The actions are one list per slice if versions are nested, otherwise one list.
         """
         plan = self.policy.precision.select(
-            Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE)
+            Routing(layer, LAYERS, torch.empty(len(ids), 1), ids, weights, Phase.DECODE, global_ids=global_ids)
         )
         wanted = {
             expert: precision
@@ -127,22 +129,64 @@ share = st.integers(0, EXPERTS)
     st.booleans(),
     st.sampled_from(sorted(COSTS)),
     st.sampled_from(["coldest", "least recent", "first in"]),
+    st.sampled_from(sorted(RANKS)),
 )
 def test_any_steps_give_the_rows_that_the_host_keeps(
-    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs, evicts
+    steps, low, high, retention, high_by, reuse_high, skip_low, nested, costs, evicts, rank
 ):
     quotas = {LOW: low, HIGH: high}
     policy = Dymoe(retention=retention, high_by=high_by, reuse_high=reuse_high, evicts=evicts)
-    table = make_table(quotas, policy=policy, skip_low=skip_low, nested=nested, costs=COSTS[costs])
+    numbers, global_ids = RANKS[rank], None
+    everywhere = 0 if numbers is None else len(numbers)
+    options = {"skip_low": skip_low, "nested": nested, "costs": COSTS[costs], "all_experts": everywhere}
+    table = make_table(quotas, policy=policy, **options)
     host = Host(quotas, policy, skip_low, nested, costs=COSTS[costs])
     for layer, tokens, seed in steps:
-        ids, weights = random_step(seed, tokens)
-        plan = decide(table, layer, ids, weights)
-        check_items(plan, ids, *host.step(layer, ids, weights))
+        ids, weights = random_step(seed, tokens, experts=everywhere or EXPERTS)
+        if numbers is not None:
+            ids, global_ids = own_ids(numbers, ids), ids
+        plan = decide(table, layer, ids, weights, global_ids=global_ids)
+        check_items(plan, ids, *host.step(layer, ids, weights, global_ids))
         check_integrity(table.on_host(), ranges=True)
         for name in ("precision", "slot", "score", "used_at", "step"):
             assert np.array_equal(getattr(table, name).numpy(), getattr(host.table, name))
     assert table.counters.tolist() == host.counts.tolist()
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "depth"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_ranks_together_choose_what_one_with_all_experts_chooses(high_by, marked):
+    """Choosing alone, eight ranks would keep one expert each high: .67 of the active ones at a retention of .25."""
+    ranks, experts, policy = 8, 64, Dymoe(retention=0.25, high_by=high_by, reuse_high=False)
+    own = experts // ranks
+    (one,), each = (
+        [
+            make_table({LOW: [0, 0], HIGH: [0, 0]}, policy=policy, experts=held, top_k=8, all_experts=everywhere)
+            for _ in range(count)
+        ]
+        for count, held, everywhere in ((1, experts, 0), (ranks, own, experts))
+    )
+    for seed in range(120):
+        layer, tokens = seed % LAYERS, (1, 4, 6)[seed % 3]
+        ids, weights = random_step(seed, tokens, 8, experts)
+        marks = (torch.arange(tokens) % 3).to(torch.int8) if marked else None
+        plan, found = decide(one, layer, ids, weights, marks=marks), {}
+        for rank, table in enumerate(each):
+            here = torch.where(ids // own == rank, ids % own, -1)
+            of_rank = decide(table, layer, here, weights, marks=marks, global_ids=ids)
+            found |= {own * rank + expert: code for expert, code in computed_by(of_rank).items()}
+        assert found == computed_by(plan)
+    for name in ("threshold", "prompt_threshold"):
+        assert all(torch.equal(getattr(table, name), getattr(one, name)) for table in each)
+    wanted = sum(table.counters[:, [Counter.NEEDED_HIGH, Counter.NEEDED_LOW]].sum(0) for table in each)
+    if not marked:  # otherwise an expert is high if prompts or decoded tokens want it
+        assert wanted[0] / wanted.sum() == pytest.approx(0.25, abs=0.05)
+
+
+def computed_by(plan):
+    """Return the version of each expert that a plan computes."""
+    count = int(plan.count)
+    return dict(zip(plan.experts[:count].tolist(), plan.precisions[:count].tolist(), strict=True))
 
 
 def check_addresses(table, layer, plan, held):

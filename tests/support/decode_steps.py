@@ -31,6 +31,27 @@ COSTS = {
 POOL, SOURCE = {LOW: 1 << 20, HIGH: 1 << 24}, {LOW: 1 << 30, HIGH: 1 << 34}
 
 
+def numbers_of(all_experts, experts=EXPERTS, copies=0):
+    """Return a rank's numbers of all experts, -1 for those of other ranks.
+
+    Some of its experts may have two numbers there, as with load balancing.
+    """
+    numbers = torch.full((all_experts,), -1, dtype=torch.int32)
+    numbers[torch.arange(experts + copies) * all_experts // (experts + copies)] = (
+        torch.arange(experts + copies).int() % experts
+    )
+    return numbers
+
+
+RANKS = {"alone": None, "with others": numbers_of(30), "with copies": numbers_of(30, copies=4)}
+
+
+def own_ids(numbers, ids):
+    """Return a rank's numbers of some choices; ids of no expert stay outside of its own."""
+    inside = (ids >= 0) & (ids < len(numbers))
+    return torch.where(inside, numbers[ids.clamp(0, len(numbers) - 1).long()], ids.clamp(-2, len(numbers)))
+
+
 def make_table(
     quotas,
     *,
@@ -43,15 +64,18 @@ def make_table(
     tokens=TOKENS,
     nested=False,
     costs=None,
+    all_experts=0,
 ):
     """Make a table whose addresses name the slot or the expert that they belong to."""
-    table = Table.allocate(LAYERS, experts, rows=tokens, top_k=top_k, depth=depth, device="cpu", nested=nested)
+    sizes = {"rows": tokens, "top_k": top_k, "depth": depth, "nested": nested, "all_experts": all_experts}
+    table = Table.allocate(LAYERS, experts, device="cpu", **sizes)
     if costs is not None:
         table.cpu_costs.copy_(torch.tensor(costs))
     formats = (NESTED if nested else FORMATS) | ({LOW: None} if skip_low else {})
     policy = policy or Dymoe(retention=0.5)
     precision = policy.precision
-    set_precision(table, [formats] * LAYERS, precision.critical_counts(LAYERS, experts), precision.thresholds)
+    critical = precision.critical_counts(LAYERS, all_experts or experts)
+    set_precision(table, [formats] * LAYERS, critical, precision.thresholds)
     pools = {code: [(POOL[code], 1 << 12, sum(quotas[code]) + staging)] for code in (LOW, HIGH)}
     set_pools(table, pools, quotas)
     table.reuse_high.fill_(policy.precision.reuses_high)
@@ -89,7 +113,7 @@ def rows(count):
     return torch.tensor([count], dtype=torch.int32)
 
 
-def decide(table, layer, ids, weights, real=None):
+def decide(table, layer, ids, weights, real=None, **told):
     plan = LayerPlan.allocate(len(ids), ids.shape[1], table.experts, "cpu", slices=len(table.slot))
-    plan_small_batch(table, layer, ids, weights, rows(len(ids) if real is None else real), plan)
+    plan_small_batch(table, layer, ids, weights, rows(len(ids) if real is None else real), plan, **told)
     return plan

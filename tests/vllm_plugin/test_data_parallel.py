@@ -7,8 +7,9 @@ import pytest
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.executor.device_planned import device_planned_server
+from tests.executor.device_planned import decode, device_planned_server, run_large_batch
 from tests.executor.steps import make_server, random_step
+from tests.small_model import make_experts, make_store
 from tests.support.no_host import NoHost
 from tests.vllm_plugin.steps import rank_of, scheduled
 from vllm_dymoe.kernels import Activation
@@ -60,7 +61,7 @@ def step_of(seed, rows, experts):
     return x, weights, ids
 
 
-def run(rank, group, seed, tokens, rows, others, spoil=None):
+def run(rank, group, seed, tokens, rows, others, spoil=None, *, second=False):
     """Run a step of two engines; return this one's outputs and the step's.
 
     Args:
@@ -71,13 +72,16 @@ def run(rank, group, seed, tokens, rows, others, spoil=None):
         rows: number of this engine's rows; those after its tokens are padding.
         others: the other engine's tokens and rows.
         spoil: a wrong expert in the other engine's first row.
+        second: this engine is the other one of the same step.
     """
     experts = rank.server.experts
     numbers = torch.full((EVERY,), -1, dtype=torch.int32)
-    numbers[::2] = torch.arange(EVERY // 2, dtype=torch.int32)
+    numbers[second::2] = torch.arange(EVERY // 2, dtype=torch.int32)
     layers = [RankLayer(n, Activation.SILU, bounded_map(numbers), meets=True) for n in range(2)]
-    given = step_of(seed, rows, experts)
-    group.tokens, (group.x, group.weights, group.ids) = others[0], step_of(seed + 50, others[1], experts)
+    given, theirs = step_of(seed, rows, experts), step_of(seed + 50, others[1], experts)
+    if second:
+        (tokens, rows), others, given, theirs = others, (tokens, rows), theirs, given
+    group.tokens, (group.x, group.weights, group.ids) = others[0], theirs
     if spoil is not None:
         group.ids[0, 0] = spoil
     answer = ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -108,6 +112,35 @@ def test_rows_of_both_engines_are_computed_as_by_the_host_and_padding_counts_now
     wanted = table.counters[:, [Counter.NEEDED_HIGH, Counter.NEEDED_LOW]].sum(0).tolist()
     assert wanted == [planned.get(name, 0) for name in ("high", "low")]
     device.server.check_integrity()
+
+
+@pytest.mark.parametrize("high_by", ["threshold", "equal"])
+def test_both_engines_choose_precision_as_one_with_all_experts(memory_store, group, high_by):
+    """Each alone would serve more of its few active experts high."""
+    options = {"policy_options": {"retention": 0.25, "high_by": high_by, "reuse_high": False}}
+    one = device_planned_server(make_store(make_experts(num_experts=EVERY)), "50%", "dymoe", **options)
+    both = [
+        rank_of(device_planned_server(memory_store, "50%", "dymoe", all_experts=EVERY, **options)) for _ in range(2)
+    ]
+    for seed, (tokens, rows, others) in enumerate(STEPS * 5):
+        for second, rank in enumerate(both):
+            run(rank, group, seed, tokens, rows, others, second=bool(second))
+        parts = []
+        for number, (real, count) in enumerate(((tokens, rows), others)):
+            x, weights, ids = step_of(seed + 50 * number, count, both[0].server.experts)
+            parts.append((x, weights, torch.where(torch.arange(count)[:, None] < real, ids, -1)))
+        x, weights, ids = map(torch.cat, zip(*parts, strict=True))
+        for layer in range(2):
+            alone = decode if len(x) <= SMALL_BATCH_ROWS else run_large_batch
+            alone(one, layer, x, weights, ids, rows=len(x) if (ids >= 0).any() else 0)
+    of_one, *of_both = (server.cache.device_table.table for server in (one, *(rank.server for rank in both)))
+    assert all(torch.equal(table.threshold, of_one.threshold) for table in of_both)
+    want, *found = (table.counters[:, [Counter.NEEDED_HIGH, Counter.NEEDED_LOW]].sum(0) for table in (of_one, *of_both))
+    assert torch.equal(sum(found), want)
+    if high_by == "equal":  # the threshold starts for other weights, and moves slowly
+        assert want[0] / want.sum() == pytest.approx(0.25, abs=0.05)
+    for rank in both:
+        rank.server.check_integrity()
 
 
 @pytest.mark.parametrize("rows", [2, SMALL_BATCH_ROWS])

@@ -250,7 +250,7 @@ class Wide:
     def __init__(self, shape):
         self.shape = shape
 
-    def plan(self, layer, x, weights, ids, rows, half, activation, marks):
+    def plan(self, layer, x, weights, ids, rows, half, ahead, marks, global_ids):
         self._x = x
 
     def copy(self, group): ...

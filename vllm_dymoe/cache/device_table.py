@@ -35,9 +35,12 @@ class DeviceTable:
     """The table of a device that can read the store.
 
     The DeviceCaches of a server share it, one after the other.
+
+    Args:
+        all_experts: see :meth:`Table.allocate`.
     """
 
-    def __init__(self, store: HostStore, device: torch.device) -> None:
+    def __init__(self, store: HostStore, device: torch.device, all_experts: int = 0) -> None:
         experts = store.experts
         self._store = store
         self.table = Table.allocate(
@@ -47,6 +50,7 @@ class DeviceTable:
             rows=SMALL_BATCH_ROWS,
             top_k=experts.top_k,
             depth=_RING,
+            all_experts=all_experts,
             device=device,
         )
         self._sources: tuple[tuple[int, int], ...] = ()
@@ -90,7 +94,8 @@ class DeviceTable:
         table, experts = self.table, self._store.experts
         served, precision = (Precision.HIGH, Precision.LOW), policy.precision
         formats = [{CODES[one]: of_layer.get(bits[one]) for one in served} for of_layer in experts.of_layers]
-        set_precision(table, formats, precision.all_critical_counts(experts), precision.thresholds)
+        critical = precision.all_critical_counts(experts, table.all_experts)
+        set_precision(table, formats, critical, precision.thresholds)
         table.reuse_high.fill_(precision.reuses_high)
         table.renormalizes.fill_(precision.renormalizes)
         table.evicts.fill_(policy.residency.evicts)

@@ -43,7 +43,7 @@ class LargeBatchStep(Protocol):
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
-        marks: Tensor | None,
+        marks: Tensor | None, global_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Plan a layer, and list its groups and copies.
 
@@ -52,6 +52,7 @@ class LargeBatchStep(Protocol):
             half: 0 or 1, the half of the staging slots that the first streamed group uses.
             ahead: LOW or HIGH to copy one more group, of the next layer's experts in that version; 0 for none.
             marks: int8 [tokens], see :meth:`LargeBatches.forward`, or None.
+            global_ids: int [tokens, top_k], see ``plan_small_batch``, or None.
         """
         ...
 
@@ -128,6 +129,7 @@ class LargeBatches:
         *,
         captured: bool = False,  # the launches are captured in a graph
         weights_on_input: bool = False,  # weights multiply the experts' inputs, not their outputs
+        global_ids: Tensor | None = None,  # see ``plan_small_batch``
     ) -> Tensor:
         """Enqueue one layer.
 
@@ -148,7 +150,7 @@ class LargeBatches:
         follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
         foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
-        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks)
+        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks, global_ids)
         if self._count is not None:
             self._count(layer, step.ids, weights)
         if not shape.streamed_groups:
@@ -212,10 +214,13 @@ class LargeBatches:
         Args:
             x: more rows than a small batch has, and as many as :func:`crowded_tokens`.
         """
+        global_ids = ids.clone() if self._table.all_experts else None
         for captured, rows in product((False, True), {SMALL_BATCH_ROWS + 1, len(x)}):
             given = layer, x[:rows], weights[:rows], ids[:rows], activation
+            told: dict[str, Any] = {"captured": captured, "weights_on_input": weights_on_input}
+            told["global_ids"] = None if global_ids is None else global_ids[:rows]
             for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
-                self.forward(*given, marks, captured=captured, weights_on_input=weights_on_input)
+                self.forward(*given, marks, **told)
                 self.settle()
         self._captured.clear()
 

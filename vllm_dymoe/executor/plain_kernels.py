@@ -79,8 +79,10 @@ class PlainKernels:
         cpu_queue: CpuQueue | None,
         *,
         weights_on_input: bool = False,
+        global_ids: Tensor | None = None,
     ) -> Tensor:
-        self.decide(table, layer, ids, weights, rows, plan, weights_on_input=weights_on_input)
+        given = table, layer, ids, weights, rows, plan
+        self.decide(*given, weights_on_input=weights_on_input, global_ids=global_ids)
         begun, real = time.perf_counter(), min(int(rows), len(x))
         if cpu_queue is not None:
             cpu_queue.serve(activation)
@@ -229,11 +231,12 @@ class PlainLargeBatch:
 
     def plan(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, rows: Tensor, half: int, ahead: int,
-        marks: Tensor | None,
+        marks: Tensor | None, global_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
         plan, owner, self._large = self.layer_plan, self._owner, self.lists[layer % 2]
         on_input = self.shape.weights_on_input
-        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, marks=marks, weights_on_input=on_input)
+        told = {"marks": marks, "weights_on_input": on_input, "global_ids": global_ids}
+        owner.decide(self._table, layer, ids, weights, rows, plan, large=True, **told)
         self._groups = plan_large_batch(
             self._table, layer, ids, plan, self.shape, half, ahead, self._steps, self._large
         )

@@ -7,7 +7,7 @@ they change.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class SmallBatchKernel(LargeBatchKernel, PrefetchKernel, Protocol):
         cpu_queue: CpuQueue | None,  # CPU worker for misses; None if all are fetched
         *,
         weights_on_input: bool = False,  # weights multiply the experts' inputs, not their outputs
+        global_ids: Tensor | None = None,  # int [rows, top_k], see ``plan_small_batch``
     ) -> Tensor:
         """Enqueue plan, fetches and computation.
 
@@ -176,7 +177,8 @@ class SmallBatches:
         )
         for kind in range(len(experts.of_kinds)):
             layer = experts.kinds.index(kind)
-            self.run(layer, x[:1], weights[:1], ids[:1], activation, weights_on_input=weights_on_input)
+            given = x[:1], weights[:1], ids[:1], activation
+            self.run(layer, *given, weights_on_input=weights_on_input, global_ids=ids[:1])
             self.large.warm_up(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])
@@ -230,38 +232,47 @@ class SmallBatches:
 
     def forward(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation,
-        *, weights_on_input: bool = False,
+        *, weights_on_input: bool = False, global_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run a layer of a small batch: x [rows, hidden] to [rows, hidden]."""
+        """Run a layer of a small batch: x [rows, hidden] to [rows, hidden].
+
+        Args:
+            global_ids: int [rows, top_k], the same choices as the router numbers them; read if precision is chosen
+                among the experts of all ranks (``Table.all_experts``).
+        """
         self.large.settle()
         prefetch = self.prefetch if layer < self._layers else None  # a draft's layers are not predicted
         if prefetch is not None:
             prefetch.begin_layer(layer, x, ids)
-        out = self.run(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
+        given = x, weights, ids, activation
+        out = self.run(layer, *given, weights_on_input=weights_on_input, global_ids=global_ids)
         if prefetch is not None:
             prefetch.end_layer(layer)
         return out
 
     def run(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation,
-        *, weights_on_input: bool = False,
+        *, weights_on_input: bool = False, global_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run a layer of a small batch without predictions.
 
         While a model loads, gates may not exist yet to predict with.
         """
         plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
-        rows = self.memory.rows
-        return self.kernel.forward(self.table, layer, rows, plan, *given, weights_on_input=weights_on_input)
+        told: dict[str, Any] = {"weights_on_input": weights_on_input}
+        told["global_ids"] = global_ids if self.table.all_experts else None
+        return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given, **told)
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
-        *, captured: bool = False, weights_on_input: bool = False,
+        *, captured: bool = False, weights_on_input: bool = False, global_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run a layer of a large-batch step, see :meth:`LargeBatches.forward`.
 
-        It runs as several small-batch steps in sequence, if the CPU executes misses and this is faster.
+        It runs as several small-batch steps in sequence, if the CPU executes misses and this is faster. For global_ids
+        see :meth:`forward`.
         """
+        global_ids = global_ids if self.table.all_experts else None
         if self.prefetch is not None:
             self.prefetch.settle()
             self.prefetch.observe(layer, x, ids)
@@ -270,14 +281,18 @@ class SmallBatches:
             sizes = len(x), SMALL_BATCH_ROWS, ids.shape[1], experts
             parts = small_batch_parts(*sizes, self.large.most_streamed / experts, self.costs)
         if not parts:
-            told = {"captured": captured, "weights_on_input": weights_on_input}
-            return self.large.forward(layer, x, weights, ids, activation, marks, **told)
+            return self.large.forward(
+                layer, x, weights, ids, activation, marks, captured=captured, weights_on_input=weights_on_input,
+                global_ids=global_ids,
+            )  # fmt: skip
         self.large.settle()
         plans, outs = self._plans[layer % len(self._plans)], []
         for part, rows in enumerate(self.memory.of_parts[:parts]):
             some = slice(part * SMALL_BATCH_ROWS, (part + 1) * SMALL_BATCH_ROWS)
             given = plans[len(x[some])], x[some], weights[some], ids[some], activation, self.cpu_queue
-            outs.append(self.kernel.forward(self.table, layer, rows[:1], *given, weights_on_input=weights_on_input))
+            told: dict[str, Any] = {"weights_on_input": weights_on_input}
+            told["global_ids"] = None if global_ids is None else global_ids[some]
+            outs.append(self.kernel.forward(self.table, layer, rows[:1], *given, **told))
         return torch.cat(outs)
 
     def actions(self, layer: int, ids: Tensor) -> Tensor | None:

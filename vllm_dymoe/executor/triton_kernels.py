@@ -71,6 +71,7 @@ class TritonKernels:
         cpu_queue: CpuQueue | None,
         *,
         weights_on_input: bool = False,
+        global_ids: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(x)
         step = self._step(activation, self._kinds[layer])
@@ -79,7 +80,7 @@ class TritonKernels:
             cpu_queue.serve(activation)
             device_queue = DeviceQueue(cpu_queue.queue.shape, cpu_queue.turn, cpu_queue.present)
         given = x, ids, weights, rows, plan.tensors, out, device_queue
-        step.run(table.at(layer), layer, *given, weights_on_input=weights_on_input)
+        step.run(table.at(layer), layer, *given, weights_on_input=weights_on_input, global_ids=global_ids)
         return out
 
     def judge_predicted(self, table: Table, layer: int, ids: Tensor, rows: Tensor, listed: PrefetchList) -> None:

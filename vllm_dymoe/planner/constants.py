@@ -61,6 +61,9 @@ USE = 1 << 16  # what one use adds to a score; scores stay below USE << AGING
 MOST_EXPERTS = 1024  # most experts of a layer for a GPU planner, whose single program holds them in one vector
 
 
+GLOBAL_IDS = "global_ids are needed if precision is chosen among the experts of all ranks, and only then"
+
+
 def check_experts(experts: int) -> None:
     """Raise ValueError if a layer has more experts than a GPU planner can hold."""
     if experts > MOST_EXPERTS:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_dymoe.planner.constants import WEIGHT_UNIT
 from vllm_dymoe.planner.hotness import usable
-from vllm_dymoe.planner.routing import PromptTokens, Routing
+from vllm_dymoe.planner.routing import PromptTokens, Routing, own_experts
 from vllm_dymoe.planner.rule import Ints
 from vllm_dymoe.planner.threshold import above, follow
 
@@ -109,7 +109,8 @@ def high_of_step(routing: Routing, thresholds: Sequence[Ints], critical: Callabl
         phases = importance(routing.ids, routing.weights, 1 + max(routing.active, default=0), routing.prompt)
         return high_experts(phases, thresholds, critical)
     phases = importance(everywhere, routing.weights, 1 + int(everywhere.max()), routing.prompt)
-    return routing.own_experts(high_experts(phases, thresholds, critical))
+    high = high_experts(phases, thresholds, critical)
+    return own_experts(everywhere.cpu().numpy(), routing.host_ids, high)
 
 
 def mark_heavy_hitters(mass: Tensor, share: float, heavy: Tensor) -> None:

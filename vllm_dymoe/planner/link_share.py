@@ -6,6 +6,9 @@ error is by how much the measured share of waiting exceeds the allowed one, in p
 slowly, because a few steps fetch by chance twice as much or nothing; it rises faster, by at most half an octave, where
 steps wait far too long. It stays between LEAST, where nothing worth fetching is left, and MOST, which no single token's
 expert exceeds, so it never winds up.
+
+With expert parallelism every rank has a link, and so thresholds, of its own: a rank whose experts are asked for more
+often waits longer, and fetches less. What they are compared with are shares of the weights of all ranks' experts.
 """
 
 import time

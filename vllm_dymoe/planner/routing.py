@@ -116,15 +116,6 @@ class Routing:
     def grouped(self) -> Grouped:
         return group_by_expert(self.host_ids)
 
-    def own_experts(self, experts: Collection[int]) -> set[int]:
-        """Return those of the experts that this rank has.
-
-        Takes the router's numbers, returns the rank's own.
-        """
-        assert self.global_ids is not None
-        everywhere, own = self.global_ids.cpu().numpy(), self.host_ids
-        return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
-
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the experts' input, and the weights of their outputs.
 
@@ -146,6 +137,17 @@ class Routing:
     @property
     def active(self) -> list[int]:
         return self.grouped.experts
+
+
+def own_experts(everywhere: NDArray[np.int64], own: NDArray[np.int64], experts: Collection[int]) -> set[int]:
+    """Return those of a step's experts that this rank has, as it numbers them.
+
+    Args:
+        everywhere: int [tokens, top_k], the step's choices as the router numbers them.
+        own: the same choices as this rank numbers them, negative where another rank has the expert.
+        experts: as the router numbers them.
+    """
+    return set(own[(own >= 0) & np.isin(everywhere, list(experts))].tolist())
 
 
 def group_by_expert(ids: NDArray[np.int64]) -> Grouped:

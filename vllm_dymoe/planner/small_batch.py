@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_dymoe.planner.constants import POSITIONS_AT_ONCE, PROJECTIONS, Action
+from vllm_dymoe.planner.constants import GLOBAL_IDS, POSITIONS_AT_ONCE, PROJECTIONS, Action
 from vllm_dymoe.planner.hotness import usable
 from vllm_dymoe.planner.importance import high_experts, importance
 from vllm_dymoe.planner.plan import LayerPlan
-from vllm_dymoe.planner.routing import PromptTokens
+from vllm_dymoe.planner.routing import PromptTokens, own_experts
 from vllm_dymoe.planner.rule import ABSENT, CPU, HIGH, HIT, LOW, STREAM, Ints
 from vllm_dymoe.planner.table import ID_BITS, Counter, Table
 from vllm_dymoe.planner.weights import renormalized
@@ -23,7 +23,7 @@ from vllm_dymoe.planner.weights import renormalized
 
 def plan_small_batch(
     table: Table, layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: LayerPlan, *, large: bool = False,
-    marks: Tensor | None = None, weights_on_input: bool = False,
+    marks: Tensor | None = None, weights_on_input: bool = False, global_ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Plan a layer's step: update the table's rows and write the plan.
 
@@ -39,7 +39,11 @@ def plan_small_batch(
         large: a large-batch step, which is not recorded in the ring and executes nothing on the CPU.
         marks: int8 [tokens], 1 for tokens of prompts, 2 for heavy hitters among these, 0 for others; None if all are 0.
         weights_on_input: weights multiply the experts' inputs, which have a row for each pair; outputs weigh 1.
+        global_ids: int [tokens, top_k], the same choices as the router numbers them, -1 for none; needed if precision
+            is chosen among the experts of all ranks (``Table.all_experts``), and otherwise None.
     """
+    if (global_ids is None) != (table.all_experts == 0):
+        raise ValueError(GLOBAL_IDS)
     _empty(plan)
     real, top_k, host = min(int(rows), len(ids)), ids.shape[1], table.on_host()
     host.planned[0] = layer
@@ -53,6 +57,9 @@ def plan_small_batch(
         host.outside[layer] = max(host.outside[layer], (chosen[outside] & ID_BITS).max())
         chosen = np.where(outside, -1, chosen)
     ids = torch.from_numpy(chosen).view(real, top_k)
+    if global_ids is not None:
+        global_ids = global_ids[:real].long()
+        global_ids = torch.where((global_ids >= 0) & (global_ids < host.all_experts), global_ids, -1)
     if host.recording[0] and not large:
         at = (int(host.step[layer]) + 1) % len(host.ring_ids), layer
         host.ring_ids[at][:real], host.ring_weights[at][:real] = ids, weights[:real]
@@ -60,7 +67,8 @@ def plan_small_batch(
     uses = chosen[usable(weights[:real]).numpy().reshape(-1) & (chosen >= 0)]
     sizes = np.bincount(chosen[chosen >= 0], minlength=host.experts)
     active = sizes.nonzero()[0]
-    wanted = _choose(host, layer, active, ids, weights[:real], None if marks is None else marks[:real])
+    marks = None if marks is None else marks[:real]
+    wanted = _choose(host, layer, active, ids, weights[:real], marks, global_ids)
     skipped = host.bits[layer, wanted, 1] == 0
     counted = {Counter.STEPS: 1, Counter.NEEDED_HIGH: wanted == HIGH, Counter.NEEDED_LOW: wanted == LOW}
     active, wanted = active[~skipped], wanted[~skipped]
@@ -113,13 +121,20 @@ def _empty(plan: LayerPlan) -> None:
 
 
 def _choose(
-    table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None
-) -> NDArray[np.int8]:
+    table: Table, layer: int, active: Ints, ids: Tensor, weights: Tensor, marks: Tensor | None,
+    global_ids: Tensor | None,
+) -> NDArray[np.int8]:  # fmt: skip
     """Choose LOW or HIGH for each active expert, and update the thresholds."""
     prompt = None if marks is None else PromptTokens(marks > 0, marks > 1, mixed=True)
     thresholds = (table.prompt_threshold, table.threshold) if table.threshold[1] >= 0 else ()
-    phases = importance(ids, weights, table.experts, prompt)
-    return precisions_of(active, high_experts(phases, thresholds, table.critical[layer].__getitem__))
+    everywhere, experts = (ids, table.experts) if global_ids is None else (global_ids, table.all_experts)
+    phases = importance(everywhere, weights, experts, prompt)
+    high = high_experts(phases, thresholds, table.critical[layer].__getitem__)
+    if global_ids is None:
+        return precisions_of(active, high)
+    table.chosen.fill(LOW)
+    table.chosen[list(own_experts(global_ids.numpy(), ids.numpy(), high))] = HIGH
+    return table.chosen[active]
 
 
 def precisions_of(active: Ints, high: Collection[int]) -> NDArray[np.int8]:

@@ -104,8 +104,11 @@ class Table:
     """How many staging slots, from the first on, predicted experts may fill in small-batch steps, by version."""
     planned: Any = _column(1, dtype="int32", fill=-1)
     """The layer that was planned last. Copies of predicted experts for a layer stop once it is planned."""
-    critical: Any = _column("layers", "counts", dtype="int32")
-    """Number of high experts, by the number of active experts in a step."""
+    critical: Any = _column("layers", "counts of all", dtype="int32")
+    """Number of high experts, by the number of active experts in a step: this rank's, or those of all ranks."""
+    chosen: Any = _column("chosen", dtype="int8")
+    """LOW or HIGH for each of the rank's experts that the running layer uses, chosen among the experts of all ranks.
+    Empty if this rank has all experts, or if precision does not depend on the others."""
     threshold: Any = _column(2)  # see :mod:`~.threshold`; if in use, ``critical`` is ignored
     prompt_threshold: Any = _column(2)  # the same for tokens that are marked as prompts'
     cpu_costs: Any = _column(3, len(Cost))
@@ -133,16 +136,19 @@ class Table:
         rows: int = 0,  # most rows of a recorded step
         top_k: int = 0,
         depth: int = 0,  # steps that the ring holds
+        all_experts: int = 0,  # of all ranks, among which precision is chosen; 0 to choose among this rank's
         device: torch.device | str | None = None,  # the device that writes the table; None for the host
     ) -> Self:
         """Allocate a table that holds nothing, has no quotas and wants every expert high."""
         sizes = {"layers": layers, "experts": experts, "counts": experts + 1, "slices": 2 if nested else 1}
         sizes |= {"rows": rows, "top_k": top_k, "depth": depth}
+        sizes |= {"counts of all": 1 + (all_experts or experts), "chosen": experts if all_experts else 0}
         columns = {}
         for column in fields(cls):
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.metadata["shape"])
             columns[column.name] = np.full(shape, column.metadata["fill"], column.metadata["dtype"])
-        columns["critical"][:] = columns["fetched_ahead"][:] = np.arange(experts + 1)
+        for name in ("critical", "fetched_ahead"):
+            columns[name][:] = np.arange(columns[name].shape[-1])
         columns["threshold"][:] = columns["prompt_threshold"][:] = NO_THRESHOLD
         if device is not None:
             return cls(**{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
@@ -159,6 +165,11 @@ class Table:
     @property
     def experts(self) -> int:
         return int(self.precision.shape[1])
+
+    @property
+    def all_experts(self) -> int:
+        """Number of experts of all ranks, among which precision is chosen; 0 to choose among this rank's."""
+        return int(self.critical.shape[1]) - 1 if len(self.chosen) else 0
 
     def at(self, layer: int) -> dict[str, Any]:
         """Return the columns of a layer's launch by name, as a GPU takes them.
@@ -343,7 +354,7 @@ def check_integrity(table: Table, *, ranges: bool = False, moving: bool = False)
 def set_precision(
     table: Table,
     formats: Sequence[Mapping[int, ExpertFormat | None]],
-    critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts
+    critical: NDArray[np.int32],  # int32 [layers, experts + 1], by the number of active experts; see Table.critical
     thresholds: Sequence[NDArray[np.int64]] = (),
 ) -> None:
     """Write the columns that say what precisions mean, and how many experts are high.

@@ -4,7 +4,8 @@ An expert is high if its share of a step's routing weights is above the threshol
 tokens. Shares are in multiples of an even share: an expert's share times the number of active experts. So one token and
 a batch, and layers with few or many active experts, share one scale. An integral controller moves the threshold until
 the average share of high experts is the retention. All of it is integer arithmetic, so that host and device agree bit
-for bit (``precisions_of`` in ``kernels/triton/planner.py``).
+for bit (``precisions_of`` in ``kernels/triton/planner.py``). If ranks have parts of a layer's experts, weights and
+experts are those of all ranks, so that all of them choose alike.
 
 One expert of a layer is always high. If fewer than 1 / retention experts are active, even that one is too many, and no
 threshold meets the retention. Then the controller rests. Otherwise it would wind up while single tokens are decoded,

@@ -4,7 +4,8 @@ No expert is ever missing, and few steps wait for a high version. Every expert i
 at high, as with ``dynaexq``. An expert without a high version is served low, unless its share of the step's routing
 weights, times the number of active experts, exceeds a threshold. Then the high version is streamed for this step, or
 executed on the CPU. One parameter, ``wait_share``, sets the share of the time that steps may wait for the link: with 0
-no step waits, with 1 every missing high version is fetched.
+no step waits, with 1 every missing high version is fetched. With expert parallelism, weights and active experts are
+those of all ranks, but each rank moves its threshold by the time of its own link.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +34,8 @@ class Rescued(AsResident):
 
     ``LinkShare`` moves the threshold.
     """
+
+    by_importance: ClassVar[bool] = True
 
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         high = high_of_step(routing, self.thresholds, lambda active: 0)

@@ -75,6 +75,9 @@ class PrecisionPolicy:
     link_share: float | None = None
     """Share of the time that steps may wait for the link, held by moving the thresholds; None for no limit."""
 
+    by_importance: ClassVar[bool] = False
+    """Whether precision depends on how important experts are to a step, so that ranks have to compare all of theirs."""
+
     planned: ClassVar[bool] = True
     """Whether ``critical_counts`` and ``thresholds`` describe ``select`` completely, so that a planner can choose.
 
@@ -96,12 +99,15 @@ class PrecisionPolicy:
         """
         return np.tile(np.arange(experts + 1, dtype=np.int32), (num_layers, 1))
 
-    def all_critical_counts(self, experts: ModelExperts) -> NDArray[np.int32]:
+    def all_critical_counts(self, experts: ModelExperts, all_experts: int = 0) -> NDArray[np.int32]:
         """Return ``critical_counts`` for a model and its draft.
 
         The draft's layers get the counts of the model's last layer.
+
+        Args:
+            all_experts: experts of a layer on all ranks, to choose among all of them; 0 to choose among this rank's.
         """
-        counts = self.critical_counts(len(experts.layers) - experts.draft_layers, experts.num_experts)
+        counts = self.critical_counts(len(experts.layers) - experts.draft_layers, all_experts or experts.num_experts)
         return np.concatenate([counts, np.repeat(counts[-1:], experts.draft_layers, axis=0)])
 
     def begin(self, curves: Sequence[Sequence[float]]) -> None:

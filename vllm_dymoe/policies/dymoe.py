@@ -37,6 +37,8 @@ class CriticalHigh(PrecisionPolicy):
     """Number of critical experts by depth (Eqs. 4 and 5), used without thresholds."""
     high_ahead: bool = False  # fetch only those predicted experts that will be high
 
+    by_importance: ClassVar[bool] = True
+
     def shares(self, num_layers: int, top_k: int) -> Mapping[Precision, Sequence[float]]:
         """Return each precision's expected share of ``top_k`` active experts.
 

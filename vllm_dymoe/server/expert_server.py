@@ -44,7 +44,7 @@ from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, Step
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, Grouped, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
-from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, check_experts
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.table import CODES
@@ -151,6 +151,8 @@ class ExpertServer:
 
     Args:
         agree: exchanges values with ranks that have other parts of the same experts, for policies that move versions.
+        all_experts: experts of a layer on all ranks, as routers number them, if this rank has some of them; 0 if it has
+            all.
         around: MoE layers of a pipeline before this stage and after it.
         predictor: predicts experts, or a function that makes the predictor when one is needed. The function is told
             whether the device asks, because captured graphs cannot be given another predictor.
@@ -171,6 +173,7 @@ class ExpertServer:
         predictor: Predictor | Callable[[bool], Predictor | None] | None = None,
         *,
         agree: Agree = list,
+        all_experts: int = 0,
         around: tuple[int, int] = (0, 0),
         parts: Parts | None = None,  # replaces the device's parts
         rates: Path | None = None,
@@ -204,7 +207,8 @@ class ExpertServer:
         self.disk_queue: DiskQueue | None = None
         watched = parts.device_memory.ends_long_kernels()
         if not on_cpu:
-            decoding = _make_decode_kernel(parts, self.kernel, self.experts, options, policy)
+            all_experts = all_experts if policy.precision.by_importance else 0
+            decoding = _make_decode_kernel(parts, self.kernel, self.experts, options, policy, all_experts)
         if decoding is not None and not store.readable:
             waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
             self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
@@ -222,7 +226,7 @@ class ExpertServer:
         self._training_bytes, self._predictor_room = training_bytes, predictor_room
         self._on_device: _DevicePlanning | None = None
         if decoding is not None:
-            side = DeviceTable(store, device)
+            side = DeviceTable(store, device, all_experts)
             names = None if asked is None else asked.on_device(side.table, self.experts)
             records = options.trace is not None
             memory = StepMemory(self.experts, side.table, device, recorded=records, predictor=names)
@@ -728,9 +732,12 @@ def check_together(fmt: ExpertFormat) -> None:
 
 
 def _make_decode_kernel(
-    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options, policy: Policy
+    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options, policy: Policy, all_experts: int
 ) -> SmallBatchKernel:
     """Return what plans and computes on a device.
+
+    Args:
+        all_experts: experts of all ranks among which precision is chosen; 0 to choose among this rank's.
 
     Raises:
         ConfigError: the device cannot.
@@ -747,6 +754,8 @@ def _make_decode_kernel(
             "missing experts from there; use a system with unified addressing (on Linux, with a current driver)."
         )
     try:
+        if not isinstance(kernel, CpuKernel):
+            check_experts(all_experts)
         return parts.decode_kernel(kernel, experts, options.link_gbps)
     except ValueError as error:
         raise ConfigError(

@@ -117,7 +117,8 @@ def step_seconds(server: ExpertServer, activation: Activation, clock: Callable[[
         _finish(server)
         begun = clock()
         for layer in range(len(experts.layers)):
-            path.run(layer, x, weights, ids[layer : layer + 1], activation)
+            of_layer = ids[layer : layer + 1]
+            path.run(layer, x, weights, of_layer, activation, global_ids=of_layer)
         _finish(server)
         times.append(clock() - begun)
     path.tell(0)

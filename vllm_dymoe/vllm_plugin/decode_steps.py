@@ -6,6 +6,8 @@ batches; so are steps with prompt tokens, if the policy treats these differently
 all inputs of routers: then no graph contains a MoE layer.
 """
 
+from typing import Any
+
 import torch
 
 from vllm_dymoe.cache.device_table import DeviceFailures
@@ -68,20 +70,22 @@ class DecodeSteps:
             gathered = GatheredOnDevice(x, weights, ids, path, layer.part)
             here = own_ids(layer.expert_map, gathered.ids)
             given = layer.position, gathered.x, gathered.weights, here, layer.activation
+            told: dict[str, Any] = {"weights_on_input": on_input, "global_ids": gathered.ids}
             if len(here) <= path.most_rows:
-                return gathered.combine(path.forward(*given, weights_on_input=on_input))
-            return gathered.combine(path.forward_large(*given, captured=capturing, weights_on_input=on_input))
+                return gathered.combine(path.forward(*given, **told))
+            return gathered.combine(path.forward_large(*given, captured=capturing, **told))
         rows, here = len(x), own_ids(layer.expert_map, ids)
+        told = {"weights_on_input": on_input, "global_ids": ids}
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
         plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
         if rows <= path.most_rows and (plain or not self._is_large):
             if here is not ids and self._everywhere is not None and layer.position < self._layers:
                 self._everywhere[layer.position, :rows].copy_(ids)
-            return path.forward(layer.position, x, weights, here, layer.activation, weights_on_input=on_input)
+            return path.forward(layer.position, x, weights, here, layer.activation, **told)
         if plain:
             given = layer.position, x, weights, here, layer.activation
-            return path.forward_large(*given, captured=capturing, weights_on_input=on_input)
+            return path.forward_large(*given, captured=capturing, **told)
         return self._run_large(layer, x, weights, ids, here)
 
     def _run_large(
@@ -95,7 +99,7 @@ class DecodeSteps:
         self._large = True
         tokens, marks = step.real(rows), None if self._prompts is None else self._prompts.marks(rows, x.device)
         given = layer.position, x, weights, here, layer.activation, marks
-        out = path.forward_large(*given, weights_on_input=layer.weights_on_input)
+        out = path.forward_large(*given, weights_on_input=layer.weights_on_input, global_ids=ids)
         everywhere, own = None if here is ids else ids[:tokens], here[:tokens]
         if self._observation.observers:
             own = self._known(own)

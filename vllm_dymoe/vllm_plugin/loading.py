@@ -254,6 +254,7 @@ class Loading:
         given: dict[str, Any] = {
             "predictor": predictor,
             "agree": _agreement(config),
+            "all_experts": max(layer.all_experts for layer in self._layers),
             "around": self.around,
             "on_late": on_late,
         }

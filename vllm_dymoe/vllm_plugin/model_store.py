@@ -79,6 +79,7 @@ class LayerSpec:
     expert_ranks: int
     activation: Activation = Activation.SILU
     weights_on_input: bool = False  # the router's weights multiply the experts' inputs instead of their outputs
+    all_experts: int = 0  # on all ranks, as routers number them; 0 where the rank has all of them
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -116,6 +116,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 expert_ranks=1 if self._balanced else parallel.ep_size,
                 activation=activation,
                 weights_on_input=weights_on_input,
+                all_experts=self.moe.num_experts if parallel.ep_size > 1 else 0,
             )
         )
         part = get_tensor_model_parallel_rank() if parallel.is_sequence_parallel else None

@@ -204,8 +204,7 @@ class Repeated:
                 prepared.again(addresses, stream)
             return
         if (launches := self._prepared.get(key)) is None:
-            launches = []
-            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given=given)))
+            launches = _noted(partial(launch, *arguments), given)
             self._prepared[key] = launches  # not if the function refused its arguments
         for prepared in launches:
             if prepared.compiled:
@@ -214,6 +213,20 @@ class Repeated:
                 prepared.first(given)
         if all(prepared.compiled for prepared in launches):
             self._compiled[key] = launches
+
+
+def _noted(launch: Callable[..., None], given: Given) -> list[PreparedLaunch]:
+    """Return the launches that a function makes."""
+    found: list[PreparedLaunch] = []
+
+    def note(
+        kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], constants: dict[str, Any],
+        options: dict[str, int],
+    ) -> None:  # fmt: skip
+        found.append(PreparedLaunch(kernel, grid, tensors, constants, options, given))
+
+    launch(start=note)
+    return found
 
 
 def _memory_of(tensor: Tensor) -> int:

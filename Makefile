@@ -62,7 +62,7 @@ fast: setup ## run the tests that start no vLLM engine
 	$(FAST)
 
 engine: setup ## run the tests that start a vLLM engine
-	$(PYTEST) -m engine -n $(JOBS) $(BY_FILE)
+	$(PYTEST) tests/e2e -m engine -n $(JOBS) $(BY_FILE)
 
 native: setup ## run the tests that depend on the instruction set (ISA=avx2: without AVX-512)
 	$(PYTEST) $(NATIVE_TESTS) -n $(JOBS) $(BY_FILE)

@@ -17,7 +17,7 @@ from vllm_dymoe.kernels.torch_experts import expert_reference
 def make_kernel(
     device: torch.device | str,
     workspace_bytes: int | None = None,
-    formats: Iterable[MatrixFormat] = (),
+    formats: Iterable[tuple[MatrixFormat, MatrixFormat, MatrixFormat]] = (),
     activations: int = 16,
     *,
     decode: Decode = Decode.PLAIN,
@@ -28,7 +28,8 @@ def make_kernel(
     Args:
         workspace_bytes: upper bound on the scratch that the kernel keeps, at least 320 KiB; None lets the kernel
             choose.
-        formats: the formats that will be computed, for kernels that are compiled per format; empty if not known yet.
+        formats: of gate, up and down of the experts that will be computed, for kernels that are compiled per format;
+            empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
         decode: one of `decode_kernels`, for a CUDA device.
         grouped: one of `grouped_kernels`, for a CUDA device.

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Value(NamedTuple):
     upper: Lanes
 
 
-Copy = tuple[NDArray[np.int64], NDArray[np.uint8], Lanes]
+Copy = tuple[NDArray[np.int64], NDArray[np.uint8], Lanes | None]
 """Where each thread copies to in shared memory, the bytes, and the trees of their halves."""
 
 
@@ -52,27 +52,99 @@ def _tree(value: Value) -> Lanes:
     return np.where(known != 0, known, _mix("leaf", value.bits))
 
 
+class Instruction(NamedTuple):
+    """A line of PTX, taken apart.
+
+    Attributes:
+        does: "jump", "wait", "release", "copy", "show", "execute", or "" if it does nothing here.
+        guard: the predicate's register, or "" if every thread executes it.
+        negated: whether threads execute it whose predicate is false.
+        words: its name, cut at its dots.
+        operands: the texts of registers, numbers, places in brackets and lists in braces.
+        line: its text.
+    """
+
+    does: str
+    guard: str
+    negated: bool
+    words: tuple[str, ...]
+    operands: list[str]
+    line: str
+
+
+@lru_cache(maxsize=4)  # the programs of a grid run one after the other
+def _taken_apart(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Return the instructions of a kernel, and where its labels are."""
+    lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") : ptx.index("// -- End")].splitlines()]
+    code, labels = list[Instruction](), dict[str, int]()
+    for line in lines:
+        if line.startswith(".") or not line.endswith((";", ":")):
+            continue
+        if line.endswith(":"):
+            labels[line[:-1]] = len(code)
+            continue
+        guard, name, rest = re.match(r"(?:@(!?%p\d+)\s+)?([\w.:]+)\s*(.*);", line).groups()
+        operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
+        does = "execute"
+        if name.startswith(("bra", "ret")):
+            does = "jump"
+        elif name.startswith("cp.async"):
+            does = "copy"
+        elif name.startswith("griddepcontrol"):
+            does = "wait" if name.endswith("wait") else "release"
+        elif name.startswith(("bar", "membar", "fence")):
+            does = "show" if name.startswith("bar") and "warp" not in name else ""
+        else:
+            operands = [text.strip("{} ") if "," not in text else text for text in operands]
+            name = name.replace("::cta", "")
+        guard = guard or ""
+        code.append(Instruction(does, guard.lstrip("!"), guard[:1] == "!", tuple(name.split(".")), operands, line))
+    return code, labels
+
+
+@cache
+def _place(text: str) -> tuple[str, int]:
+    """Return the base and the offset of an operand in brackets."""
+    base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", text).groups()
+    return base, int(offset or 0)
+
+
+class _Space:
+    """Memory as bytes and as words, and the trees of its 16-bit halves."""
+
+    def __init__(self, memory: NDArray[np.uint8], trees: Lanes | None) -> None:
+        self.bytes, self.trees = memory, trees
+        self.words = {size: memory.view(f"u{size // 8}") for size in (8, 16, 32, 64)}
+
+
 class Program:
     """The first program of a launch with integer arguments.
 
-    `trees` has an entry for every 16 bits of memory.
+    Args:
+        ptx: the kernel.
+        memory: the card's memory.
+        arguments: the addresses that the kernel is launched with.
+        threads: threads of the program.
+        traced: whether it also follows how numbers are computed: `trees` has an entry for every 16 bits of memory.
     """
 
-    def __init__(self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int) -> None:
-        lines = [line.split("//")[0].strip() for line in ptx[ptx.index(".entry") : ptx.index("// -- End")].splitlines()]
-        self._code = [line for line in lines if line.endswith((";", ":")) and not line.startswith(".")]
-        self._labels = {line[:-1]: number for number, line in enumerate(self._code) if line.endswith(":")}
-        self._arguments, self._lane, self.trees = arguments, np.arange(threads), np.zeros(len(memory) // 2, np.uint64)
+    def __init__(
+        self, ptx: str, memory: NDArray[np.uint8], arguments: Sequence[int], threads: int, *, traced: bool = True
+    ) -> None:
+        self._code, self._labels = _taken_apart(ptx)
+        self._arguments, self._lane, self._traced = arguments, np.arange(threads), traced
+        self._all = np.ones(threads, np.bool_)
+        self.trees = np.zeros(len(memory) // 2, np.uint64) if traced else np.zeros(0, np.uint64)
+        shared = np.zeros(1 << 18, np.uint8)
         self._spaces = {
-            "global": (memory, self.trees),
-            "shared": (np.zeros(1 << 18, np.uint8), np.zeros(1 << 17, "u8")),
+            "global": _Space(memory, self.trees if traced else None),
+            "shared": _Space(shared, np.zeros(1 << 17, np.uint64) if traced else None),
         }
         zero = np.zeros(threads, np.uint64)
-        self._registers = {
-            name: Value(zero, zero, zero) for name in ("global_smem", "%ctaid.x", "%ctaid.y", "%ctaid.z")
-        }
-        self._registers["%tid.x"] = Value(self._lane.astype(np.uint64), zero, zero)
         self._nothing = Value(zero, zero, zero)
+        # Registers, and the numbers that occur as operands.
+        self._registers = dict.fromkeys(("global_smem", "%ctaid.x", "%ctaid.y", "%ctaid.z"), self._nothing)
+        self._registers["%tid.x"] = self._only(self._lane.astype(np.uint64))
         # Asynchronous copies: those since the last commit, groups on their way, and groups that only a barrier shows.
         self._copies: list[Copy] = []
         self._groups, self._arrived = list[list[Copy]](), list[Copy]()
@@ -84,31 +156,30 @@ class Program:
             ValueError: threads diverge, or an instruction is unknown.
         """
         at = 0
-        while at < len(self._code):
-            line, at = self._code[at], at + 1
-            if line.endswith(":"):
-                continue
-            guard, name, rest = re.match(r"(?:@(!?%p\d+)\s+)?([\w.:]+)\s*(.*);", line).groups()
-            active = self._lane >= 0
-            if guard:
-                active = (self._registers[guard.lstrip("!")].bits != 0) ^ guard.startswith("!")
-            if name.startswith(("bra", "ret")):
-                if active.any() != active.all():
-                    raise ValueError(f"threads diverge: {line}")
-                if active.all():
-                    at = len(self._code) if name == "ret" else self._labels[rest.strip()]
-            elif name.startswith("griddepcontrol"):
-                if not active.all():
-                    raise ValueError(f"threads diverge: {line}")
-                self._wait() if name.endswith("wait") else self._release()
-            elif name.startswith("cp.async"):
-                self._copy(name, re.findall(r"\[[^]]*\]|[^,\s]+", rest), active)
-            elif name.startswith("bar") and "warp" not in name:
-                self._show()
-            elif not name.startswith(("bar", "membar", "fence")):
-                operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
-                operands = [text.strip("{} ") if "," not in text else text for text in operands]
-                self._execute(name.replace("::cta", "").split("."), operands, active)
+        with np.errstate(all="ignore"):
+            while at < len(self._code):
+                does, guard, negated, words, operands, line = self._code[at]
+                at += 1
+                active = (self._registers[guard].bits != 0) ^ negated if guard else self._all
+                if does == "execute":
+                    self._execute(words, operands, active)
+                elif does == "jump":
+                    if active.any() != active.all():
+                        raise ValueError(f"threads diverge: {line}")
+                    if active.all():
+                        at = len(self._code) if words[0] == "ret" else self._labels[operands[0]]
+                elif does == "copy":
+                    self._copy(".".join(words), operands, active)
+                elif does == "show":
+                    self._show()
+                elif does in ("wait", "release"):
+                    if not active.all():
+                        raise ValueError(f"threads diverge: {line}")
+                    self._wait() if does == "wait" else self._release()
+
+    def _only(self, bits: Lanes) -> Value:
+        """Return a value that is no float's, or of which only the bits matter."""
+        return Value(bits, self._nothing.bits, self._nothing.bits)
 
     def _wait(self) -> None:
         """Wait for the previous launch, which has ended here."""
@@ -132,60 +203,80 @@ class Program:
             to, source = (self._address(text)[active] for text in operands[:2])
             size = int(operands[2], 0)
             held = self._value(operands[3]).bits[active] if len(operands) > 3 else np.full(len(to), size, np.uint64)
-            memory, trees = self._spaces["global"]
+            space = self._spaces["global"]
             inside = np.arange(size) < held[:, None]
             at = np.where(inside, source[:, None] + np.arange(size), 0)
-            halves = np.where(inside[:, ::2], source[:, None] // 2 + np.arange(size // 2), 0)
-            self._copies.append((to, np.where(inside, memory[at], 0), np.where(inside[:, ::2], trees[halves], 0)))
+            trees = None
+            if space.trees is not None:
+                halves = np.where(inside[:, ::2], source[:, None] // 2 + np.arange(size // 2), 0)
+                trees = np.where(inside[:, ::2], space.trees[halves], 0)
+            self._copies.append((to, np.where(inside, space.bytes[at], 0), trees))
         else:
             raise ValueError(f"{name} is an unknown instruction")
 
     def _show(self) -> None:
         """Make the copies that have arrived visible to all threads."""
-        memory, trees = self._spaces["shared"]
+        space = self._spaces["shared"]
         for to, data, of in self._arrived:
-            memory[to[:, None] + np.arange(data.shape[1])] = data
-            trees[to[:, None] // 2 + np.arange(of.shape[1])] = of
+            space.bytes[to[:, None] + np.arange(data.shape[1])] = data
+            if of is not None:
+                space.trees[to[:, None] // 2 + np.arange(of.shape[1])] = of
         self._arrived = []
 
     def _address(self, place: str) -> NDArray[np.int64]:
         """Return each thread's address that an operand in brackets names."""
-        base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", place).groups()
-        return self._value(base).bits.astype(np.int64) + int(offset or 0)
+        base, offset = _place(place)
+        return self._value(base).bits.astype(np.int64) + offset
 
     def _value(self, text: str) -> Value:
+        if (known := self._registers.get(text)) is not None:
+            return known
         if text[0] == "{":
             low, high = (self._value(part.strip()) for part in text[1:-1].split(","))
+            bits = low.bits | high.bits << np.uint64(16 if "%rs" in text else 32)
+            if not self._traced:
+                return self._only(bits)
             any_float = (low.tree | high.tree) != 0
             trees = (np.where(any_float, _tree(part), 0).astype(np.uint64) for part in (low, high))
-            return Value(low.bits | high.bits << np.uint64(16 if "%rs" in text else 32), *trees)
+            return Value(bits, *trees)
         if text[0] in "%g":
-            return self._registers.get(text, self._nothing)  # halves of a pair that nothing reads are never written
+            return self._nothing  # halves of a pair that nothing reads are never written
         number = int(text[2:], 16) if text[:2] == "0f" else int(text.rstrip("U"), 0)
-        return Value(
-            np.full(len(self._lane), number & (1 << 64) - 1, np.uint64), *2 * (np.zeros(len(self._lane), "u8"),)
-        )
+        value = self._only(np.full(len(self._lane), number & (1 << 64) - 1, np.uint64))
+        self._registers[text] = value
+        return value
 
     def _set(self, text: str, value: Value, active: NDArray[np.bool_]) -> None:
         if text[0] == "{":
-            size, whole = np.uint64(16 if "%rs" in text else 32), (value.tree != 0) & (value.upper <= _REST)
+            size = np.uint64(16 if "%rs" in text else 32)
             halves = value.bits & np.uint64((1 << int(size)) - 1), value.bits >> size
-            for part, bits, tree, name in zip(text[1:-1].split(","), halves, value[1:], ("low", "high"), strict=True):
-                self._set(part.strip(), Value(bits, np.where(whole, _mix(name, value.tree), tree), 0 * bits), active)
-        elif active.all():
+            if self._traced:
+                whole = (value.tree != 0) & (value.upper <= _REST)
+                named = zip(("low", "high"), value[1:], strict=True)
+                trees = [np.where(whole, _mix(name, value.tree), tree) for name, tree in named]
+            else:
+                trees = [self._nothing.bits] * 2
+            for part, bits, tree in zip(text[1:-1].split(","), halves, trees, strict=True):
+                self._set(part.strip(), Value(bits, tree, self._nothing.bits), active)
+        elif active is self._all or active.all():
             self._registers[text] = value
         else:
-            before = self._registers.get(text, Value(*3 * (np.zeros(len(active), np.uint64),)))
-            self._registers[text] = Value(*(np.where(active, *both) for both in zip(value, before, strict=True)))
+            before = self._registers.get(text, self._nothing)
+            if self._traced:
+                self._registers[text] = Value(*(np.where(active, *both) for both in zip(value, before, strict=True)))
+            else:
+                self._registers[text] = self._only(np.where(active, value.bits, before.bits))
 
-    def _execute(self, words: list[str], operands: list[str], active: NDArray[np.bool_]) -> None:
-        name, size, lane = words[0], _SIZES.get(words[-1].lstrip("bsuf"), 32), self._lane
+    def _execute(self, words: tuple[str, ...], operands: list[str], active: NDArray[np.bool_]) -> None:
+        name, size, lane = words[0], _size(words[-1]), self._lane
         if name == "ld" and "param" in words:
             number = int(re.search(r"_param_(\d+)", operands[1])[1])
             self._set(operands[0], self._value(str([*self._arguments, 0, 0, 0][number])), active)
         elif name in ("ld", "st", "ldmatrix", "atom"):
             space, place = self._spaces["shared" if "shared" in words else "global"], operands[name != "st"]
-            address = np.where(active, self._address(place), 0)
+            address = self._address(place)
+            if active is not self._all:
+                address = np.where(active, address, 0)
             if space is self._spaces["shared"]:  # such addresses have 32 bits
                 address &= 0xFFFFFFFF
             for number, part in enumerate(operands[name == "st"].strip("{} ").split(",")):
@@ -193,9 +284,9 @@ class Program:
                 if name == "ldmatrix":  # threads 8 n to 8 n + 7 hold the rows of matrix n
                     where, size = address[lane - lane % 32 + lane % 32 // 4 + 8 * number] + 4 * (lane % 4), 32
                 if name == "st":
-                    self._store(*space, where[active], size, [of[active] for of in self._value(part.strip())])
+                    self._store(space, where[active], size, [of[active] for of in self._value(part.strip())])
                 else:
-                    self._set(part.strip(), self._load(*space, where, size), active)
+                    self._set(part.strip(), self._load(space, where, size), active)
         elif name == "mma":
             self._multiply(words, [self._values(text) for text in operands[1:]], operands[0])
         elif name == "shfl":
@@ -205,60 +296,83 @@ class Program:
                 else lane - lane % 32 + self._value(operands[2]).bits.astype(int)
             )
             self._set(operands[0].split("|")[0], Value(*(part[other] for part in self._value(operands[1]))), active)
-        else:
+        elif self._traced:
             self._set(operands[0], _compute(words, [self._value(text) for text in operands[1:]], size), active)
+        else:
+            bits = _operation(words, size)(*(self._value(text).bits for text in operands[1:]))
+            self._set(operands[0], self._only(bits), active)
 
     def _values(self, text: str) -> list[Value]:
         """Return the registers of a list in braces."""
         return [self._value(part.strip()) for part in text.strip("{} ").split(",")]
 
-    def _multiply(self, words: list[str], operands: list[list[Value]], to: str) -> None:
+    def _multiply(self, words: tuple[str, ...], operands: list[list[Value]], to: str) -> None:
         """Compute to = a b + c, mma.m16n8k16 of 16-bit floats, for every warp.
 
         The fragments are those of PTX's ISA. Here the sum over k is exact, and then rounded once; hardware rounds more
         often, in an order that is not documented.
         """
         kind, warps, name = words[-2], len(self._lane) // 32, ".".join(words)
-        if words[1:3] != ["sync", "aligned"] or "m16n8k16" not in words or words[-4] != "f32" or words[-1] != "f32":
+        if words[1:3] != ("sync", "aligned") or "m16n8k16" not in words or words[-4] != "f32" or words[-1] != "f32":
             raise ValueError(f"{name} is not known here")
         g, t = self._lane // 4 % 8, self._lane % 4
         a, b, c = operands
         warp = self._lane // 32
         bits = [np.zeros((warps, *shape), np.uint64) for shape in ((16, 16), (16, 8), (16, 8))]
-        trees = [part.copy() for part in bits]
+        trees = [part.copy() for part in bits] if self._traced else []
+
+        def place(number: int, at: tuple[Any, ...], bit: Lanes, tree: Lanes) -> None:
+            bits[number][at] = bit
+            if trees:
+                trees[number][at] = tree
+
+        halves = _halves if self._traced else _halves_of_bits
         for number, register in enumerate(a):
-            for half, (bit, tree) in enumerate(_halves(register)):
-                at = warp, g + 8 * (number % 2), 2 * t + half + 8 * (number // 2)
-                bits[0][at], trees[0][at] = bit, tree
+            for half, both in enumerate(halves(register)):
+                place(0, (warp, g + 8 * (number % 2), 2 * t + half + 8 * (number // 2)), *both)
         for number, register in enumerate(b):
-            for half, (bit, tree) in enumerate(_halves(register)):
-                at = warp, 2 * t + half + 8 * number, g
-                bits[1][at], trees[1][at] = bit, tree
+            for half, both in enumerate(halves(register)):
+                place(1, (warp, 2 * t + half + 8 * number, g), *both)
         for number, register in enumerate(c):
-            at = warp, g + 8 * (number // 2), 2 * t + number % 2
-            bits[2][at], trees[2][at] = register.bits, _tree(register)
+            tree = _tree(register) if trees else register.tree
+            place(2, (warp, g + 8 * (number // 2), 2 * t + number % 2), register.bits, tree)
         left, right, added = (_numbers(of, part, size) for of, part, size in zip(
             (kind, kind, "f32"), bits, (16, 16, 32), strict=True))  # fmt: skip
         result = _bits("f32", left @ right + added)
-        tree = trees[2]
-        for k in range(16):
-            tree = _mix(name, tree, trees[0][:, :, k, None] + 0 * tree, trees[1][:, None, k, :] + 0 * tree)
+        if trees:
+            tree = trees[2]
+            for k in range(16):
+                tree = _mix(name, tree, trees[0][:, :, k, None] + 0 * tree, trees[1][:, None, k, :] + 0 * tree)
         for number, part in enumerate(to.strip("{} ").split(",")):
             at = warp, g + 8 * (number // 2), 2 * t + number % 2
-            self._set(part.strip(), Value(result[at], tree[at], 0 * result[at]), self._lane >= 0)
+            of = Value(result[at], tree[at], self._nothing.bits) if trees else self._only(result[at])
+            self._set(part.strip(), of, self._all)
 
-    def _load(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int) -> Value:
-        bits = sum(memory[at + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size // 8))
-        return Value(bits, trees[at // 2], 0 * bits if size < 32 else trees[at // 2 + size // 32])
+    def _load(self, space: _Space, at: NDArray[np.int64], size: int) -> Value:
+        if (at % (size // 8)).any():
+            raise ValueError(f"a load of {size} bits at an address that is no multiple of its size")
+        bits = space.words[size][at // (size // 8)].astype(np.uint64)
+        if space.trees is None:
+            return self._only(bits)
+        return Value(bits, space.trees[at // 2], 0 * bits if size < 32 else space.trees[at // 2 + size // 32])
 
-    def _store(self, memory: NDArray[np.uint8], trees: Lanes, at: NDArray[np.int64], size: int, value: Any) -> None:
+    def _store(self, space: _Space, at: NDArray[np.int64], size: int, value: Any) -> None:
         bits, tree, upper = value
-        for byte in range(size // 8):
-            memory[at + byte] = (bits >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint8)
+        if (at % (size // 8)).any():
+            raise ValueError(f"a store of {size} bits at an address that is no multiple of its size")
+        space.words[size][at // (size // 8)] = bits.astype(f"u{size // 8}")
+        if space.trees is None:
+            return
         rest = [np.where(part != 0, _REST, 0) for part in (tree, upper)]
         halves = (tree, rest[0], upper, rest[1]) if size == 64 else (tree, np.where(upper == 0, rest[0], upper))
         for half in range(size // 16):
-            trees[at // 2 + half] = halves[half]
+            space.trees[at // 2 + half] = halves[half]
+
+
+@cache
+def _size(kind: str) -> int:
+    """Return the bits of a type's values."""
+    return _SIZES.get(kind.lstrip("bsuf"), 32)
 
 
 _COMPARED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
@@ -292,28 +406,74 @@ def _field(values: Any, length: int) -> Any:
     return last - ((last >> (length - 1)) << length) if values.dtype == np.int64 else last
 
 
-def _compute(words: list[str], values: list[Value], size: int) -> Value:
-    if words[0] != "cvt" and words[-2:] in (["f32", "bf16"], ["f32", "f16"]):  # factors, or the first term, are widened
+@cache
+def _operation(words: tuple[str, ...], size: int) -> Callable[..., Lanes]:
+    """Return what computes a result's bits from those of the operands."""
+    name, kind, known = words[0], words[-1], np.uint64
+    if name != "cvt" and words[-2:] in (("f32", "bf16"), ("f32", "f16")):  # factors, or the first term, are widened
+        widened, wide = _operation(("cvt", *words[-2:]), 32), _operation((*words[:-2], "f32"), 32)
+
+        def mixed(*bits: Lanes) -> Lanes:
+            factors = max(1, len(bits) - 1)
+            return wide(*map(widened, bits[:factors]), *bits[factors:])
+
+        return mixed
+    if kind in ("f32x2", "bf16x2", "f16x2"):  # two floats in one register are computed like single ones
+        bits_each = 32 if kind == "f32x2" else 16
+        one, by, mask = _operation((*words[:-1], kind[:-2]), bits_each), known(bits_each), known((1 << bits_each) - 1)
+        return lambda *bits: one(*(part & mask for part in bits)) | one(*(part >> by & mask for part in bits)) << by
+    if name in ("mov", "cvta"):
+        return lambda bits: bits
+    if name == "selp":
+        return lambda one, other, chosen: np.where(chosen != 0, one, other)
+    if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
+        one = _operation((*words[:-2], words[-2][:-2], kind), size)
+        return lambda upper, lower: one(lower) | one(upper) << known(16)
+    if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
+        return lambda bits: _bits(words[-2], _numbers(kind, bits, size))
+    if name == "setp":
+        comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(words[1], words[1])
+        compared = _COMPARED[comparison if comparison in _COMPARED else comparison[:2]]
+        return lambda *bits: compared(*(_numbers(kind, part, size) for part in bits[:2])).astype(known)
+    if name not in (*_RESULT, "cvt"):
+        raise ValueError(f"{'.'.join(words)} is an unknown instruction")
+    result = _RESULT.get(name, lambda numbers: numbers)
+    if kind in ("f32", "bf16", "f16"):
+        return lambda *bits: _bits(kind, result(*(_numbers(kind, part, size) for part in bits)))
+    to = _SIZES.get(words[-2][1:], size) if name == "cvt" else 2 * size if "wide" in words else size
+    mask = known((1 << to) - 1)
+    return lambda *bits: np.asarray(result(*(_numbers(kind, part, size) for part in bits))).astype(known) & mask
+
+
+def _compute(words: tuple[str, ...], values: list[Value], size: int) -> Value:
+    """Return the result of an instruction, and how it was computed."""
+    if words[0] != "cvt" and words[-2:] in (("f32", "bf16"), ("f32", "f16")):
         factors = max(1, len(values) - 1)
-        wide = [_compute(["cvt", *words[-2:]], [value], 32) for value in values[:factors]]
-        return _compute([*words[:-2], "f32"], [*wide, *values[factors:]], 32)
-    if words[-1] == "f32x2":  # two floats in one register are computed like single ones
-        low, high = (_compute([*words[:-1], "f32"], [_half(value, n) for value in values], 32) for n in range(2))
+        wide = [_compute(("cvt", *words[-2:]), [value], 32) for value in values[:factors]]
+        return _compute((*words[:-2], "f32"), [*wide, *values[factors:]], 32)
+    if words[-1] == "f32x2":
+        low, high = (_compute((*words[:-1], "f32"), [_half(value, n) for value in values], 32) for n in range(2))
         return Value(low.bits | high.bits << np.uint64(32), low.tree, high.tree)
     if words[-1] in ("bf16x2", "f16x2"):
         parts = [[Value(*_halves(value)[n], 0 * value.bits) for value in values] for n in range(2)]
-        low, high = (_compute([*words[:-1], words[-1][:-2]], part, 16) for part in parts)
+        low, high = (_compute((*words[:-1], words[-1][:-2]), part, 16) for part in parts)
         return Value(low.bits | high.bits << np.uint64(16), low.tree, high.tree)
     name, kind, bits, none = words[0], words[-1], [value.bits for value in values], 0 * values[0].bits
-    rounding, words = words, [word for word in words if word != "rn" or name not in ("add", "sub", "mul")]
+    rounding, words = words, tuple(word for word in words if word != "rn" or name not in ("add", "sub", "mul"))
     if name in ("mov", "cvta"):
         return values[0]
     if name == "selp":
         return Value(*(np.where(bits[2] != 0, *both) for both in zip(*values[:2], strict=True)))
-    if words == ["shl", "b64"] and (bits[1] == 32).all():  # half of a pair, to which the other half is added
+    if words == ("shl", "b64") and (bits[1] == 32).all():  # half of a pair, to which the other half is added
         return Value(bits[0] << np.uint64(32), none, values[0].tree)
-    if words == ["or", "b64"] and not (values[0].upper | values[1].tree).any() and values[1].upper.any():
+    if words == ("or", "b64") and not (values[0].upper | values[1].tree).any() and values[1].upper.any():
         return Value(bits[0] | bits[1], values[0].tree, values[1].upper)
+    if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
+        upper, lower = (_compute((*words[:-2], words[-2][:-2], kind), [value], size) for value in values)
+        return Value(lower.bits | upper.bits << np.uint64(16), lower.tree, upper.tree)
+    result = _operation(words, size)(*bits)
+    if name == "setp":
+        return Value(result, none, none)
     any_float, trees = np.logical_or.reduce([value.tree != 0 for value in values]), [_tree(value) for value in values]
     if name in ("add", "mul", "fma", "mad", "min", "max", "and", "or", "xor"):
         trees[:2] = np.minimum(*trees[:2]), np.maximum(*trees[:2])
@@ -321,7 +481,7 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
     if kind == "f32" and name in ("fma", "mul"):
         product = np.multiply(*(_numbers(kind, part, size) for part in bits[:2]))
         exact = (product == product.astype(np.float32)) | (product != product)
-        if exact.all() and words[:2] == ["fma", "rn"]:
+        if exact.all() and words[:2] == ("fma", "rn"):
             product = _mix("mul.f32", *trees[:2])  # not rounded: a sum like any other
             tree = _mix("add.f32", np.minimum(product, trees[2]), np.maximum(product, trees[2]))
         elif name == "mul" and "rn" not in rounding:
@@ -330,28 +490,17 @@ def _compute(words: list[str], values: list[Value], size: int) -> Value:
         for value, other in (values, values[::-1]):
             if (value.tree[other.bits << np.uint64(33) != 0] & _ROUNDED).any():  # adding 0 changes nothing
                 raise ValueError(f"ptxas may choose whether a product is rounded before its {name}")
-    with np.errstate(all="ignore"):
-        if name == "cvt" and words[-2] in ("bf16x2", "f16x2"):
-            parts = [_compute([*words[:-2], words[-2][:-2], kind], [value], size) for value in values]
-            return Value(parts[1].bits | parts[0].bits << np.uint64(16), parts[1].tree, parts[0].tree)
-        if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
-            numbers = _numbers(kind, bits[0], size)
-            exact = kind in ("bf16", "f16") or "f" not in kind  # an integer needs no tree
-            return Value(_bits(words[-2], numbers), np.where(any_float | (not exact), tree, 0).astype(np.uint64), none)
-        if kind in ("f32", "bf16", "f16") and name != "setp":
-            return Value(_bits(kind, _RESULT[name](*(_numbers(kind, part, size) for part in bits))), tree, none)
-        numbers = [_numbers(kind, part, size) for part in bits]
-        if name == "setp":
-            comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(words[1], words[1])
-            result = _COMPARED[comparison if comparison in _COMPARED else comparison[:2]](*numbers[:2])
-            return Value(result.astype(np.uint64), none, none)
-        if name not in (*_RESULT, "cvt"):
-            raise ValueError(f"{'.'.join(words)} is an unknown instruction")
-        result = np.asarray(numbers[0] if name == "cvt" else _RESULT[name](*numbers)).astype(np.uint64)
-    size = _SIZES.get(words[-2][1:], size) if name == "cvt" else 2 * size if "wide" in words else size
-    return Value(
-        result & np.uint64((1 << size) - 1), np.where(any_float, values[0].tree if name == "cvt" else tree, 0), none
-    )
+    if name == "cvt" and (words[-2] in ("bf16", "f16", "f32") or "f" in kind):
+        exact = kind in ("bf16", "f16") or "f" not in kind  # an integer needs no tree
+        return Value(result, np.where(any_float | (not exact), tree, 0).astype(np.uint64), none)
+    if kind in ("f32", "bf16", "f16"):
+        return Value(result, tree, none)
+    return Value(result, np.where(any_float, values[0].tree if name == "cvt" else tree, 0), none)
+
+
+def _halves_of_bits(register: Value) -> list[tuple[Lanes, Lanes]]:
+    """Return the bits of both 16-bit floats in a register of 32 bits, without trees."""
+    return [(register.bits >> np.uint64(16 * number) & np.uint64(0xFFFF), register.tree) for number in range(2)]
 
 
 def _halves(register: Value) -> list[tuple[Lanes, Lanes]]:
@@ -374,7 +523,8 @@ def _half(pair: Value, number: int) -> Value:
 
 def _numbers(kind: str, bits: Lanes, size: int) -> Any:
     if kind in ("f32", "bf16"):
-        return (bits << np.uint64(16 * (kind == "bf16"))).astype(np.uint32).view(np.float32).astype(np.float64)
+        whole = bits << np.uint64(16) if kind == "bf16" else bits
+        return whole.astype(np.uint32).view(np.float32).astype(np.float64)
     if kind == "f16":
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
     cut = bits & np.uint64((1 << size) - 1)

@@ -122,7 +122,7 @@ def compile_layer(
 
 
 def _kernel(layer: Model, precisions: str, workspace_bytes: int, decode: Decode, grouped: Grouped) -> TritonKernel:
-    formats = [layer.format(bits).matrices[1] for bits in PRECISIONS[precisions]]
+    formats = [layer.format(bits).matrices for bits in PRECISIONS[precisions]]
     return TritonKernel("cuda", workspace_bytes, formats, decode=decode, grouped=grouped)
 
 

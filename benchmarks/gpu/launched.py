@@ -5,7 +5,6 @@ compiler does. Once, ``up = gate`` before a loop that moves ``up`` to ``gate`` m
 constant, and decoded experts gave zeros.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from flow import Program, Value
+from flow import Program
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
 from vllm_dymoe.experts.encoding import NESTED, STEPS, WHOLE, Encoding
-from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat, PackedExpert
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -64,10 +63,10 @@ class Launched(Program):
     """
 
     def __init__(self, ptx: str, memory: Any, arguments: Sequence[int], threads: int, place: Sequence[int]) -> None:
-        super().__init__(ptx, memory, arguments, threads)
+        super().__init__(ptx, memory, arguments, threads, traced=False)
         self.order = Order(waits=False)
         for name, number in zip("xyz", (*place, 0), strict=False):
-            self._registers[f"%ctaid.{name}"] = Value(np.full(threads, number, np.uint64), *2 * (self._nothing.bits,))
+            self._registers[f"%ctaid.{name}"] = self._only(np.full(threads, number, np.uint64))
 
     def _wait(self) -> None:
         self.order.waits = True
@@ -75,20 +74,14 @@ class Launched(Program):
     def _release(self) -> None:
         self.order.releases_first |= not self.order.waits
 
-    def _set(self, text: str, value: Value, active: Any) -> None:
-        none = self._nothing.bits  # no trees: only numbers matter here
-        super()._set(text, Value(value.bits, none, none), active)
-
-    def _execute(self, words: list[str], operands: list[str], active: Any) -> None:
+    def _execute(self, words: tuple[str, ...], operands: list[str], active: Any) -> None:
         if not self.order.waits and "global" in words and active.any():
-            base, offset = re.match(r"\[\s*(\S+?)\s*(?:\+\s*(-?\d+))?\s*\]", operands[words[0] != "st"]).groups()
-            self.order.early.update((self._value(base).bits.astype(np.int64) + int(offset or 0))[active].tolist())
+            self.order.early.update(self._address(operands[words[0] != "st"])[active].tolist())
         super()._execute(words, operands, active)
         if words[0] == "atom" and active.any():  # one thread is active; its operand 0 gets the old value
             (lane,) = np.flatnonzero(active)
-            at = int(self._value(operands[1].strip("[ ]").split("+")[0].strip()).bits[lane])
-            word = self._spaces["global"][0][at : at + 4].view(np.uint32)
-            word += np.uint32(self._value(operands[2]).bits[lane])
+            at = int(self._address(operands[1])[lane])
+            self._spaces["global"].words[32][at // 4] += np.uint32(self._value(operands[2]).bits[lane])
 
 
 class Host:
@@ -158,6 +151,7 @@ class Launch:
     integer_zeros: bool = False
     act_order: bool = False
     activation: Activation = Activation.SILU
+    down: DownFormat | None = None  # see ExpertFormat
 
 
 @dataclass(frozen=True)
@@ -192,21 +186,21 @@ def ran(launch: Launch, memory: Any) -> Ran:
     """
     generator = torch.Generator().manual_seed(launch.encoding.tag)
     flags = launch.bias, launch.integer_zeros, launch.act_order, launch.activation.has_gate
-    fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags)
+    fmt = ExpertFormat(*launch.sizes, launch.encoding, launch.group, launch.dtype, *flags, down=launch.down)
     packed, expert = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in fmt.slices], None
     for part, held in zip(fmt.slices, packed, strict=True):
         for matrix, section in zip(part.matrices, part.sections, strict=True):
             fill_randomly(matrix, held[section], generator)
         if expert is None or not launch.low:
             expert, computed = part.view(held, expert), part
-    if launch.act_order:
-        for matrix in expert:
+    for matrix in expert:
+        if matrix.order is not None:
             matrix.order.copy_(torch.randperm(len(matrix.order), generator=generator))
     if launch.bias:
         for matrix in expert:
             matrix.bias.copy_(torch.randn(len(matrix.bias), generator=generator) / 16)
     shape = ExpertShape.of([computed.matrices])
-    precision = computed.matrices[1].encoding.tag
+    tags = [matrix.encoding.tag for matrix in computed.matrices]
     slots = [torch.zeros_like(held) for held in packed]
 
     def places(held: torch.Tensor, part: ExpertFormat) -> torch.Tensor:
@@ -219,8 +213,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
         addresses, targets = addresses * 2, [*targets, torch.zeros(1, 3, dtype=torch.int64)]
     destinations = targets if launch.fetch else [None, None]
     residual = (addresses[1], destinations[1]) if shape.nested else (None, None)
-    bits = torch.full((1, 3), precision, dtype=torch.int32)
-    table = ExpertTable(shape, frozenset((precision,)), addresses[0], bits, destinations[0], *residual)
+    bits = torch.tensor([tags], dtype=torch.int32)
+    table = ExpertTable(shape, frozenset(tags[:2]), addresses[0], bits, destinations[0], *residual)
     tokens, index = launch.tokens, torch.arange(launch.tokens)
     tile = DecodeTile(launch.warps, launch.split, tensor_cores=launch.tensor_cores, dependent=launch.dependent)
     grouped = GroupedTile(64, 256, 64, 4, 3, in_registers=True)

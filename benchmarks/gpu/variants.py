@@ -266,10 +266,10 @@ def _others(architecture: int) -> Iterator[Variant]:
                 described = *key[:4], f"{key[4]}, shared with the host"
                 shared = partial(planner.plan_small_batch_on_gpu, on_cpu=True)
                 yield _noted(described, shared, vars(columns), 0, ids, scores, rows, plan)
-    yield from _choices(architecture)
     counted = torch.zeros(3 * 129).long(), torch.zeros(1, 128, dtype=torch.int8), 0, torch.zeros(1, 8).int()
     key = architecture, "count_uses", "128 experts", "", "top 8"
     yield _noted(key, uses.count_uses_on_gpu, *counted, torch.zeros(1, 8))
+    yield from _choices(architecture)
     key = architecture, "copy_spans", "", "", ""
     yield _noted(key, spans.copy_spans, torch.zeros(1, 3, dtype=torch.int64))
     yield from _prefetch(architecture, *_ROUTERS[1])
@@ -279,9 +279,9 @@ def _others(architecture: int) -> Iterator[Variant]:
 
 
 def _choices(architecture: int) -> Iterator[Variant]:
-    """Yield the kernels of a rank that chooses precision among all ranks' experts.
+    """Yield the kernels of a rank that has an eighth of the experts, and chooses precision among all of them.
 
-    It has an eighth of the experts. They are for one token, and for a large batch with marks.
+    They are for one token, and for a large batch with marks.
     """
     for experts, top_k in _ROUTERS:
         own, sizes = experts // 8, {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "all_experts": experts}

@@ -6,6 +6,7 @@ only.
 
 from vllm_dymoe.kernels.triton.kernel import TritonKernel
 from vllm_dymoe.kernels.triton.launch import (
+    Codes,
     ExpertShape,
     ExpertTable,
     Scratch,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.experts.format import PackedExpert
-from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
+from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Decode, Grouped, check_activations, check_formats
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
@@ -21,7 +21,7 @@ from vllm_dymoe.kernels.triton.launch import (
     ExpertShape,
     ExpertTable,
     Formats,
-    Kind,
+    Kinds,
     Scratch,
     WorkList,
     decode_down,
@@ -63,8 +63,8 @@ class TritonKernel:
     Args:
         device: where the experts are; a CPU only in Triton's interpreter.
         workspace_bytes: scratch to keep, at least 320 KiB. It bounds the tokens that are computed together.
-        formats: all formats that calls may use, of any sizes, to compile once for all of them. If empty, each new mix
-            of formats is compiled when a call uses it.
+        formats: of gate, up and down of all experts that calls may use, of any sizes, to compile once for all of them.
+            If empty, each new mix of formats is compiled when a call uses it.
         decode: how experts of few tokens are computed; where precisions or card do not have this way, the next slower
             one is taken, see ``launch.fastest_decode``.
         grouped: how experts of more tokens are computed, if their formats have this way.
@@ -79,7 +79,7 @@ class TritonKernel:
         self,
         device: torch.device | str,
         workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
-        formats: Iterable[MatrixFormat] = (),
+        formats: Iterable[Formats] = (),
         *,
         decode: Decode = Decode.PLAIN,
         grouped: Grouped = Grouped.PLAIN,
@@ -87,7 +87,7 @@ class TritonKernel:
         if workspace_bytes < MINIMUM_WORKSPACE_BYTES:
             raise ValueError(f"workspace has {workspace_bytes} bytes, expected at least {MINIMUM_WORKSPACE_BYTES}")
         self.workspace_bytes = workspace_bytes
-        self._kinds = frozenset(map(Kind.of, formats))
+        self._kinds = Kinds.of(formats)
         self.device = torch.device(device)
         self._semaphores = torch.zeros(_SEMAPHORES, dtype=torch.int32, device=device)
         self._memory = torch.empty(workspace_bytes - 4 * _SEMAPHORES, dtype=torch.uint8, device=device)
@@ -170,7 +170,7 @@ class TritonKernel:
         shape, precisions = self.shape_of(formats)
         return SmallBatchStep(
             shape, precisions, self._tiles_of(shape, precisions), activation, self._memory, self._semaphores,
-            decode=self._decode_of(precisions), disk_queue=disk_queue,
+            decode=self._decode_of(shape, precisions), disk_queue=disk_queue,
         )  # fmt: skip
 
     def large_batch_step(
@@ -206,12 +206,12 @@ class TritonKernel:
         """Return what experts of some formats have in common.
 
         Returns:
-            the shape, and the bit-widths to compile launches for.
+            the shape, and the bit-widths of gate and up to compile launches for.
 
         Raises ValueError if the formats cannot share a launch.
         """
-        precisions = frozenset(fmt.encoding.tag for three in formats for fmt in three)
-        return ExpertShape.of(formats, self._kinds), precisions.union(kind.bits for kind in self._kinds)
+        found = self._kinds.union(Kinds.of(formats)).gate_up
+        return ExpertShape.of(formats, self._kinds), frozenset(kind.bits for kind in found)
 
     def plan(self, shape: ExpertShape, precisions: frozenset[int], counts: Sequence[int]) -> tuple[Tiles, Plan]:
         """Return sizes of programs, and the launches for experts.
@@ -237,16 +237,19 @@ class TritonKernel:
     def _tiles_of(self, shape: ExpertShape, precisions: frozenset[int], tokens: int = SMALL_BATCH_ROWS) -> Tiles:
         """Return sizes of programs for experts with at most so many tokens."""
         tiles = choose_tiles(self._architecture, shape.hidden, shape.intermediate)
-        ordered, sizes = bool(shape.act_order), (shape.hidden, shape.intermediate)
-        fastest = fastest_grouped(precisions, sizes, self._architecture, act_order=ordered)
+        gate_up, down = shape.codes(precisions)
+        ordered, sizes = bool(gate_up.act_order | down.act_order), (shape.hidden, shape.intermediate)
+        fastest = fastest_grouped(gate_up.precisions | down.precisions, sizes, self._architecture, act_order=ordered)
         if min(self._grouped, fastest) is Grouped.IN_REGISTERS:
             tiles = tiles.in_registers()
-        if self._decode_of(precisions) is Decode.PLAIN:
+        if self._decode_of(shape, precisions) is Decode.PLAIN:
             return tiles
         return tiles.on_tensor_cores(tokens)
 
-    def _decode_of(self, precisions: frozenset[int]) -> Decode:
-        return min(self._decode, fastest_decode(precisions, self._architecture))
+    def _decode_of(self, shape: ExpertShape, precisions: frozenset[int]) -> Decode:
+        """Return how experts of few tokens are computed: down in the same way as gate and up."""
+        gate_up, down = shape.codes(precisions)
+        return min(self._decode, fastest_decode(gate_up.precisions | down.precisions, self._architecture))
 
 
 class TritonStep:

@@ -43,7 +43,7 @@ def plan_large_batch_on_gpu(
     table: Mapping[str, Tensor], layer: int, ids: Tensor, weights: Tensor, rows: Tensor, plan: Mapping[str, Tensor],
     shape: LargeBatchShape, half: int, ahead: int, steps: Sequence[int], large: Mapping[str, Tensor],
     parts: Tensor | None = None, disk_queue: DeviceQueue | None = None, *, global_ids: Tensor | None = None,
-    counts: Tensor | None = None, start: Start = run_kernel,
+    start: Start = run_kernel,
 ) -> None:  # fmt: skip
     """Run both planners of a large batch on the device, in four launches.
 
@@ -62,24 +62,26 @@ def plan_large_batch_on_gpu(
         ahead: LOW, HIGH or 0, see ``plan_large_batch``.
         steps: most positions of an item in each class, two classes or more.
         large: the tensors of a LargeBatchWork, by name; its last class also has all larger experts.
-        parts: see :func:`counted_parts`, if the shape has marks; of global_ids if they are given.
+        parts: see :func:`counted_parts`, if the shape has marks.
         disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         global_ids: see ``plan_small_batch``.
-        counts: int32 [``LargeBatchShape.scratch`` for the experts of all ranks], if global_ids are given.
         start: launch, or only compile.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}
-    options, marked = {"num_warps": program_of(width)[0]}, parts is not None
+    options = {"num_warps": program_of(width)[0]}
     check_global_ids(table, global_ids)
     if global_ids is not None:  # the only ones that marks matter for
-        assert counts is not None
         everything = replace(shape, experts=table["critical"].shape[1] - 1)
+        counts = scratch.new_empty(everything.scratch)
         _count(global_ids if parts is None else parts, weights, rows, counts, everything, start)
-        told = global_ids, ids, weights, rows, counts
-        choose_on_gpu(table, layer, *told, chunks=shape.chunks, marked=marked, start=start)
-        parts, marked = None, False
+        choose_on_gpu(
+            table, layer, global_ids, ids, weights, rows, counts, chunks=shape.chunks, marked=parts is not None,
+            start=start,
+        )  # fmt: skip
+        parts = None
     _count(ids if parts is None else parts, weights, rows, scratch, shape, start)
+    marked = parts is not None
     plan_small_batch_on_gpu(table, layer, ids, weights, rows, plan, chunks=shape.chunks, marked=marked, start=start)
     if disk_queue is not None:
         ask(disk_queue, layer, plan, start=start)
@@ -103,17 +105,6 @@ def plan_large_batch_on_gpu(
           sizes | {"ON_INPUT": shape.weights_on_input}, options)  # fmt: skip
 
 
-def _count(parts: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, start: Start) -> None:
-    """Count the pairs of a step, or of its :func:`counted_parts`, in one launch."""
-    width = experts_width(shape.experts)
-    warps, at_once = program_of(width)
-    start(
-        count_kernel, (shape.chunks, len(parts) if parts.dim() > 2 else 1),
-        (parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted),
-        {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width, "CHUNK": at_once}, {"num_warps": warps},
-    )  # fmt: skip
-
-
 def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
     """Return the experts of all tokens, of prompts' and of heavy hitters: [3, tokens, top_k], -1 for other tokens.
 
@@ -124,6 +115,17 @@ def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
     """
     heavy = (marks[:, None] > 1) & usable(weights)
     return torch.stack((ids, torch.where(marks[:, None] > 0, ids, -1), torch.where(heavy, ids, -1)))
+
+
+def _count(parts: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, start: Start) -> None:
+    """Count the pairs of a step in one launch: [tokens, top_k], or all :func:`counted_parts`."""
+    width = experts_width(shape.experts)
+    warps, at_once = program_of(width)
+    start(
+        count_kernel, (shape.chunks, len(parts) if parts.dim() > weights.dim() else 1),
+        (parts, weights, rows, scratch, shape.chunk, shape.chunks, shape.positions, shape.counted),
+        {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width, "CHUNK": at_once}, {"num_warps": warps},
+    )  # fmt: skip
 
 
 @triton.jit(

@@ -46,7 +46,7 @@ class TritonLargeBatch:
         table: returns the tensors of a Table by name, as a layer's kernels take them.
         shape: of the step.
         experts: what all experts have in common.
-        precisions: bit-widths, or codebooks' tags, that may occur.
+        precisions: bit-widths, or codebooks' tags, of gate and up that may occur.
         tiles: sizes of programs.
         activation: applied between the projections.
         disk_queue: brings what is missing into memory; None if all of it is there.
@@ -108,8 +108,7 @@ class TritonLargeBatch:
             "combined": x.new_empty(shape.tokens, x.shape[1]),
         }
         if global_ids is not None:
-            everything = replace(shape, experts=self._table(layer)["critical"].shape[1] - 1)
-            tensors |= {"global_ids": global_ids, "counts": rows.new_empty(everything.scratch)}
+            tensors["global_ids"] = global_ids
         if marks is not None:
             tensors["parts"] = counted_parts(ids if global_ids is None else global_ids, weights, marks)
         self._given = Given(tensors, {"layer": layer, "half": half, "ahead": ahead}, *self._columns(layer))
@@ -135,8 +134,7 @@ class TritonLargeBatch:
         layer, routed = numbers["layer"], (given["ids"], given["weights"], given["rows"])
         plan_large_batch_on_gpu(
             self._table(layer), layer, *routed, self.layer_plan.tensors, self.shape, numbers["half"], numbers["ahead"],
-            self._steps, lists, given.get("parts"), self._disk_queue, global_ids=given.get("global_ids"),
-            counts=given.get("counts"), start=start,
+            self._steps, lists, given.get("parts"), self._disk_queue, global_ids=given.get("global_ids"), start=start,
         )  # fmt: skip
 
     def _copy(self, group: int, start: Start) -> None:

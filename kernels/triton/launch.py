@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.experts.encoding import E8_BASE, E8_NESTED, NESTED, UPPER_HALVES, WHOLE
-from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat
 from vllm_dymoe.experts.matrix import GROUP_SIZES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
 from vllm_dymoe.kernels.base import Decode, Grouped
@@ -47,13 +47,39 @@ class Kind(NamedTuple):
         return cls(format.encoding.tag, format.integer_zeros, format.act_order, nested)
 
 
+class Kinds(NamedTuple):
+    """Kinds of the matrices of each launch: of gate and up, and of down."""
+
+    gate_up: frozenset[Kind] = frozenset()
+    down: frozenset[Kind] = frozenset()
+
+    @classmethod
+    def of(cls, formats: Iterable[Formats]) -> "Kinds":
+        """Return the kinds of some experts' matrices."""
+        every = list(formats)
+        gate_up = frozenset(Kind.of(fmt) for gate, up, _ in every for fmt in (gate, up))
+        return cls(gate_up, frozenset(Kind.of(down) for _, _, down in every))
+
+    def union(self, others: "Kinds") -> "Kinds":
+        return Kinds(self.gate_up | others.gate_up, self.down | others.down)
+
+
+class Codes(NamedTuple):
+    """What launches of gate and up, or of down, are compiled for; see :class:`ExpertShape`."""
+
+    precisions: frozenset[int]  # bit-widths, or encodings' tags
+    group_size: int  # of every section below 16 bits
+    integer_zeros: frozenset[int]  # bit-widths whose zeros count steps of their scale
+    act_order: frozenset[int]  # bit-widths whose columns are reordered
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """What all experts of a launch have in common."""
 
     hidden: int
     intermediate: int
-    group_size: int  # of every section below 16 bits
+    group_size: int  # of gate and up below 16 bits, and of down if `down` is None, which holds for other fields, too
     dtype: torch.dtype  # of activations, scales and 16-bit weights
     bias: bool = False  # whether every projection has a bias
     integer_zeros: frozenset[int] = frozenset()  # bit-widths whose zeros count steps of their scale
@@ -63,38 +89,45 @@ class ExpertShape:
     """Bits of the codes that are stored in two sections, of upper and of lower halves; half as many bits are the
     upper halves alone. 0 if there are none.
     """
+    down: Codes | None = None
+    """What launches of down are compiled for, if it is not what those of gate and up are."""
 
     @classmethod
-    def of(cls, formats: Sequence[Formats], kinds: Iterable[Kind] = ()) -> "ExpertShape":
+    def of(cls, formats: Sequence[Formats], kinds: Kinds | None = None) -> "ExpertShape":
         """Return what the experts of a launch have in common.
 
-        They have these formats, or matrices of further kinds. Group sizes matter below 16 bits only. Raises ValueError
-        if they cannot share a launch.
+        They have these formats, or matrices of further kinds. Gate and up share launches, and down has launches of its
+        own. Group sizes matter below 16 bits only. Raises ValueError if experts cannot share a launch.
         """
         every = [fmt for three in formats for fmt in three]
-        groups = {fmt.group_size for fmt in every if fmt.quantized and not fmt.encoding.group_size}
         inner = {up.rows for _, up, _ in formats}
-        for name, values in (("group sizes", groups), ("intermediate sizes", inner)):
-            if len(values) > 1:
-                raise ValueError(f"work holds experts of different {name}: {', '.join(map(str, sorted(values)))}")
+        if len(inner) > 1:
+            raise ValueError(f"work holds experts of different intermediate sizes: {_listed(inner)}")
         if len({fmt.encoding.lattice for fmt in every}) > 1:
             raise ValueError("work mixes lattice codes, whose inputs are rotated, with other codes")
         if len({fmt.bias for fmt in every}) > 1:
             raise ValueError("work mixes projections with and without a bias")
-        found = set(map(Kind.of, every)).union(kinds)
-        nested = {kind.nested for kind in found} - {0}
-        mixed = any({kind.bits, 2 * kind.bits} & nested for kind in found if not kind.nested)
-        if len({kind.bits for kind in found}) < len(found) or len(nested) > 1 or mixed:
-            raise ValueError(
-                "work mixes matrices of the same bits with and without integer zeros or a column order, "
-                "or whole codes and halves of codes"
-            )
-        steps = frozenset(kind.bits for kind in found if kind.integer_zeros)
-        act_order = frozenset(kind.bits for kind in found if kind.act_order)
+        found = Kinds.of(formats).union(kinds or Kinds())
+        nested = {kind.nested for kind in found.gate_up | found.down} - {0}
+        whole = (kind for kind in found.gate_up | found.down if not kind.nested)
+        if len(nested) > 1 or any({kind.bits, 2 * kind.bits} & nested for kind in whole):
+            raise ValueError("work mixes whole codes and halves of codes")
         first = every[1]
-        group = groups.pop() if groups else max(first.group_size, GROUP_SIZES[0])
-        shape = first.columns, first.rows, group, first.dtype, first.bias, steps, act_order
-        return cls(*shape, has_gate=every[0].rows > 0, nested=max(nested, default=0))
+        usual = max(first.group_size, GROUP_SIZES[0])
+        gate_up = _codes([fmt for gate, up, _ in formats for fmt in (gate, up)], found.gate_up, usual)
+        down = _codes([fmt for _, _, fmt in formats], found.down, gate_up.group_size)
+        _, group, steps, ordered = gate_up
+        shape = first.columns, first.rows, group, first.dtype, first.bias, steps, ordered, every[0].rows > 0
+        return cls(*shape, nested=max(nested, default=0), down=None if down == gate_up else down)
+
+    def codes(self, precisions: frozenset[int]) -> tuple[Codes, Codes]:
+        """Return what launches of gate and up, and those of down, are compiled for.
+
+        Args:
+            precisions: of gate and up.
+        """
+        gate_up = Codes(precisions, self.group_size, self.integer_zeros, self.act_order)
+        return gate_up, gate_up if self.down is None else self.down
 
     def formats(self, bits: int) -> Formats:
         """Return the formats of gate [I, H] or [0, H], up [I, H] and down [H, I].
@@ -106,7 +139,10 @@ class ExpertShape:
             halves = NESTED[self.nested], UPPER_HALVES[self.nested], E8_NESTED, E8_BASE
             encoding = {half.tag: half for half in halves}.get(bits, encoding)
         flags = self.bias, bits in self.integer_zeros, bits in self.act_order, self.has_gate
-        return ExpertFormat(self.hidden, self.intermediate, encoding, self.group_size, self.dtype, *flags).matrices
+        own = self.codes(frozenset())[1]
+        down = DownFormat(encoding, own.group_size, bits in own.integer_zeros, bits in own.act_order)
+        shape = self.hidden, self.intermediate, encoding, self.group_size, self.dtype, *flags
+        return ExpertFormat(*shape, down=down).matrices
 
     def rotation(self, precisions: frozenset[int]) -> int:
         """Return the block size in which inputs of gate and up are rotated.
@@ -114,6 +150,29 @@ class ExpertShape:
         They are rotated before launches read them; 0 for no rotation.
         """
         return self.formats(max(precisions))[1].rotation
+
+
+def _codes(formats: Iterable[MatrixFormat], kinds: frozenset[Kind], usual: int) -> Codes:
+    """Return what launches for some matrices are compiled for.
+
+    Args:
+        formats: of matrices.
+        kinds: of all matrices.
+        usual: the group size if no matrix has codes in groups.
+    """
+    groups = {fmt.group_size for fmt in formats if fmt.quantized and not fmt.encoding.group_size}
+    if len(groups) > 1:
+        raise ValueError(f"work holds matrices of different group sizes: {_listed(groups)}")
+    precisions = frozenset(kind.bits for kind in kinds)
+    if len(precisions) < len(kinds):
+        raise ValueError("work mixes matrices of the same bits with and without integer zeros or a column order")
+    steps = frozenset(kind.bits for kind in kinds if kind.integer_zeros)
+    ordered = frozenset(kind.bits for kind in kinds if kind.act_order)
+    return Codes(precisions, max(groups, default=usual), steps, ordered)
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(values)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +184,7 @@ class ExpertTable:
     """
 
     shape: ExpertShape
-    precisions: frozenset[int]  # bit-widths, or encodings' tags, that `bits` may hold
+    precisions: frozenset[int]  # bit-widths, or encodings' tags, that `bits` may hold; see :meth:`ExpertShape.codes`
     addresses: Tensor  # int64 [experts, 3], sections of gate, up and down, each a multiple of 16
     bits: Tensor  # int32 [experts, 3]
     destinations: Tensor | None = None
@@ -146,17 +205,16 @@ class ExpertTable:
             if (self.residual_destinations is None) != (self.destinations is None):
                 raise ValueError("nested codes need both destinations and residual_destinations, or neither")
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return what every kernel needs to know of the sections that it reads."""
-        shape = self.shape
+    def constants(self, *, down: bool) -> dict[str, Any]:
+        """Return what kernels need to know of the sections of gate and up, or of down."""
+        codes = self.shape.codes(self.precisions)[down]
         return {
-            "GROUP": shape.group_size,
-            "PRECISIONS": sum(self.precisions),
-            "NESTED": shape.nested,
-            "STEPS": sum(shape.integer_zeros),
-            "ORDERED": sum(shape.act_order),
-            "BIAS": shape.bias,
+            "GROUP": codes.group_size,
+            "PRECISIONS": sum(codes.precisions),
+            "NESTED": self.shape.nested,
+            "STEPS": sum(codes.integer_zeros),
+            "ORDERED": sum(codes.act_order),
+            "BIAS": self.shape.bias,
         }
 
     @property
@@ -339,6 +397,7 @@ def _decode(
         fetch: dict[str, Any] = {
             "SPLIT": tile.split, "FETCH": table.destinations is not None, "WARPS": tile.warps
         }  # fmt: skip
+        constants = table.constants(down=kernel is down_kernel)
         if tile.tensor_cores:
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
             from vllm_dymoe.kernels.triton.mma_decode import mma_down_kernel, mma_gate_up_kernel
@@ -350,7 +409,7 @@ def _decode(
                 kernel, overlap = mma_down_kernel, Overlap(tile.dependent)
         tensors = *states, *table.places, table.bits, work.items, *others
         grid = blocks, len(work.items), tile.split
-        start(kernel, grid, tensors, {**sizes, **table.constants, **fetch}, tile.options | overlap.options)
+        start(kernel, grid, tensors, {**sizes, **constants, **fetch}, tile.options | overlap.options)
 
 
 def grouped_gate_up(
@@ -398,7 +457,8 @@ def _grouped(
         raise ValueError("table has destinations, but only the decode kernels fetch through")
     if len(work.items):
         addresses, _, residual, _ = table.places
-        constants, options = sizes | table.constants, {"num_warps": tile.warps}
+        constants = sizes | table.constants(down=kernel is grouped_down_kernel)
+        options = {"num_warps": tile.warps}
         outputs = tile.block_n
         if tile.in_registers:
             # Imported here: the interpreter has no Gluon, and other launches do not need it.
@@ -410,7 +470,7 @@ def _grouped(
                 kernel = mma_grouped_down_kernel
             del constants["ORDERED"]
         else:
-            width = min(tile.block_k, table.shape.group_size)
+            width = min(tile.block_k, constants["GROUP"])
             constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": width}
             options["num_stages"] = tile.stages
         start(

@@ -55,7 +55,7 @@ class SmallBatchStep:
     """What the decode steps of all layers share."""
 
     shape: ExpertShape
-    precisions: frozenset[int]  # bit-widths, or encodings' tags, that may occur
+    precisions: frozenset[int]  # bit-widths, or encodings' tags, of gate and up that may occur
     tiles: Tiles
     activation: Activation
     memory: Tensor  # uint8, at least :meth:`nbytes`; one layer at a time uses it

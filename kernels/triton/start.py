@@ -106,11 +106,14 @@ class Given:
         A tensor changes if it begins where one of these does, a number if it is one of these.
 
         Raises:
-            ValueError: the tensor begins elsewhere in the memory of one that changes.
+            ValueError: the tensor begins elsewhere in the memory of one that changes, or where two of them do.
         """
         if isinstance(value, int):
             return argument if self.numbers.get(argument) == value else None
         changing = {**self.columns, **self.tensors}
+        same = [name for name, tensor in self.tensors.items() if tensor.data_ptr() == value.data_ptr() != 0]
+        if len(same) > 1:
+            raise ValueError(f"{argument} could be {' or '.join(same)}, which begin at the same address")
         for name, tensor in changing.items():
             if tensor.data_ptr() == value.data_ptr():
                 return name
@@ -201,8 +204,7 @@ class Repeated:
                 prepared.again(addresses, stream)
             return
         if (launches := self._prepared.get(key)) is None:
-            launches = []
-            launch(*arguments, start=lambda *told: launches.append(PreparedLaunch(*told, given=given)))
+            launches = _noted(partial(launch, *arguments), given)
             self._prepared[key] = launches  # not if the function refused its arguments
         for prepared in launches:
             if prepared.compiled:
@@ -211,6 +213,20 @@ class Repeated:
                 prepared.first(given)
         if all(prepared.compiled for prepared in launches):
             self._compiled[key] = launches
+
+
+def _noted(launch: Callable[..., None], given: Given) -> list[PreparedLaunch]:
+    """Return the launches that a function makes."""
+    found: list[PreparedLaunch] = []
+
+    def note(
+        kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | int], constants: dict[str, Any],
+        options: dict[str, int],
+    ) -> None:  # fmt: skip
+        found.append(PreparedLaunch(kernel, grid, tensors, constants, options, given))
+
+    launch(start=note)
+    return found
 
 
 def _memory_of(tensor: Tensor) -> int:

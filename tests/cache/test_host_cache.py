@@ -105,7 +105,7 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_score(make_host_cac
 
 
 def test_all_that_a_step_needs_is_read_at_once(make_host_cache, monkeypatch):
-    host_cache, together = make_host_cache(share(0.8), depth=3), threading.Barrier(3, timeout=20)
+    host_cache, together = make_host_cache(share(0.8), depth=3), threading.Barrier(3, timeout=60)
     fill = FileStore._fill
     monkeypatch.setattr(FileStore, "_fill", lambda *arguments, **more: (together.wait(), fill(*arguments, **more)))
     host_cache.expect(0, [SliceKey(0, expert, 4) for expert in range(3)])
@@ -178,13 +178,13 @@ def test_a_slice_that_cannot_be_read_fails_alone_and_is_tried_again(make_host_ca
 
 def test_a_read_that_hangs_fails_what_waits_for_it_and_gives_its_slot_back_when_it_ends(make_host_cache, monkeypatch):
     host_cache, key, fill, go = (
-        make_host_cache(share(0.5), timeout=0.2),
+        make_host_cache(share(0.5), timeout=0.5),
         SliceKey(1, 3, 4),
         FileStore._fill,
         threading.Event(),
     )
     monkeypatch.setattr(
-        FileStore, "_fill", lambda self, asked, *a, **b: (asked == key and go.wait(20), fill(self, asked, *a, **b))
+        FileStore, "_fill", lambda self, asked, *a, **b: (asked == key and go.wait(60), fill(self, asked, *a, **b))
     )
     with pytest.raises(StoreError, match="transfer_timeout_s"):
         read(host_cache, key)

@@ -62,9 +62,12 @@ def test_steps_with_and_without_the_host_compute_the_rows_that_are_published(nes
     assert server.cache.writer is Writer.PLANNER
     addresses = {name: tensor.data_ptr() for name, tensor in vars(server.cache.device_table.table).items()}
     maps = []
-    for output, held, (layer, step) in serve(server, 24):
-        assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
-        maps.append(held)
+    for _ in range(40):  # a busy machine copies late
+        for output, held, (layer, step) in serve(server, 24):
+            assert torch.equal(output, frozen_output(STORES[nested], held, layer, step))
+            maps.append(held)
+        if any((one != maps[0]).any() for one in maps):
+            break
     stats = server.stats()
     assert stats.moves["published"] > 0
     assert any((one != maps[0]).any() for one in maps)
@@ -86,7 +89,7 @@ def test_rows_that_the_device_does_not_hear_of_are_found(nested):
         mock.patch.object(server.cache, "rows_changed"),
         pytest.raises(AssertionError, match="rows on the device differ"),
     ):
-        list(serve(server, 24))
+        list(serve(server, 960))  # a busy machine copies late
     server.engine.close()
 
 

@@ -57,19 +57,24 @@ def test_a_described_machine_is_planned_and_nothing_is_started(folder, machine, 
         assert re.search(rf"^{subject} ", result.stdout, re.MULTILINE), subject
 
 
-def test_additional_config_is_one_whatever_way_it_was_written(folder, machine):
-    given = ["--additional-config", '{"other": {"a": 1}, "dymoe": {"high": 8}}', "--additional-config.dymoe.low=0"]
+def test_additional_config_is_one_whatever_way_it_was_written(folder, machine, monkeypatch):
+    """Options of the environment count as the user's, too.
+
+    All are tested with one choice, which takes seconds.
+    """
+    monkeypatch.setenv("DYMOE_HIGH", "8")
+    given = [
+        "--additional-config", '{"other": {"a": 1}, "dymoe": {"policy": "exact"}}', "--additional-config.dymoe.low=0"
+    ]  # fmt: skip
     words, _ = pasted(command("serve", folder, "--machine", machine, *given).stdout)
     assert words.count("--additional-config") == 1
     found = options_of(words)
     assert found["other"] == {"a": 1}
-    assert (found["dymoe"]["high"], found["dymoe"]["low"]) == (8, 0)
-
-
-def test_options_of_the_environment_count_as_the_users(folder, machine, monkeypatch):
-    monkeypatch.setenv("DYMOE_HIGH", "8")
-    words, _ = pasted(command("serve", folder, "--machine", machine).stdout)
-    assert options_of(words)["dymoe"]["high"] == 8
+    assert {name: found["dymoe"][name] for name in ("high", "low", "policy")} == {
+        "high": 8,
+        "low": 0,
+        "policy": "exact",
+    }
 
 
 @pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("auto", None), ("-1", None)])

@@ -5,6 +5,7 @@ Every model has few layers and experts, a small vocabulary and no tokenizer. The
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Architecture:
     written: dict[str, Any] = field(default_factory=dict)
     """Changes to config.json, where transformers writes other names than published checkpoints have."""
     norms: tuple[str, ...] = ()  # weights of norms that vLLM asks for and transformers does not write
+    left_out: str = ""  # expression for names of tensors that transformers writes and published checkpoints lack
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
         """Write a random bf16 checkpoint, with the same weights every time.
@@ -52,8 +54,10 @@ class Architecture:
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
-        if self.norms:
+        if self.norms or self.left_out:
             tensors = load_file(folder / "model.safetensors")
+            kept = (name for name in tensors if not (self.left_out and re.search(self.left_out, name)))
+            tensors = {name: tensors[name] for name in kept}
             ones = {name: torch.ones(_HIDDEN, dtype=torch.bfloat16) for name in self.norms}
             save_file(tensors | ones, folder / "model.safetensors", {"format": "pt"})
         return folder
@@ -64,6 +68,8 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
     With transformers' own small weights the residual stream would hide what the experts compute.
     """
+    if not tensor.is_floating_point():
+        return
     if name.endswith(("bias", "sinks")):
         tensor.normal_(std=0.3)
     elif tensor.dim() > 1 and "embed" not in name:

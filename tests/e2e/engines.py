@@ -83,7 +83,7 @@ def small_engine(model: Path, dymoe: dict[str, Any] | None = None, **settings: A
     return engine(model, dymoe, **({"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128} | settings))
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
+def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float = 500) -> Any:
     """Return the result of a function that runs in a process of its own.
 
     For engines that leave something behind which breaks vLLM's next engine in the same process.

@@ -95,6 +95,28 @@ def _without_norms(folder: Path) -> None:
     path.write_text(json.dumps(described))
 
 
+def last_ids(words: Iterable[str]) -> dict[str, int]:
+    """Give words the last ids of the vocabulary, after one for the end of a text."""
+    several = dict.fromkeys((_END, *words))
+    return {word: VOCABULARY - len(several) + number for number, word in enumerate(several)}
+
+
+def make_tokenizer(special: dict[str, int], names: dict[str, str]) -> Any:
+    """Return a tokenizer of numbered words and special ones.
+
+    Args:
+        special: words that are no text, by their ids, see :func:`last_ids`.
+        names: words by their names in the tokenizer's configuration.
+    """
+    vocabulary = {f"t{number}": number for number in range(VOCABULARY - len(special))} | special
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(special))  # they need no blanks between them
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=_END, pad_token=_END, extra_special_tokens=names
+    )
+
+
 @dataclass(frozen=True)
 class Seeing:
     """A model that reads pictures."""
@@ -112,8 +134,7 @@ class Seeing:
     @property
     def tokens(self) -> dict[str, int]:
         """Token ids of the words that are no text; the last ids of the vocabulary."""
-        words = dict.fromkeys((_END, *self.ids.values(), *self.picture, *self.names.values()))
-        return {word: VOCABULARY - len(words) + number for number, word in enumerate(words)}
+        return last_ids((*self.ids.values(), *self.picture, *self.names.values()))
 
     def save(self, folder: Path) -> Path:
         """Write a random bf16 checkpoint with its tokenizer and processor.
@@ -128,18 +149,9 @@ class Seeing:
         for name, tensor in model.state_dict().items():
             fill(name, tensor)
         model.save_pretrained(folder)
-        self.processor(self._tokenizer()).save_pretrained(folder)
+        self.processor(make_tokenizer(self.tokens, self.names)).save_pretrained(folder)
         self.change(folder)
         return folder
-
-    def _tokenizer(self) -> Any:
-        vocabulary = {f"t{number}": number for number in range(VOCABULARY - len(self.tokens))} | self.tokens
-        words = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        words.add_special_tokens(list(self.tokens))  # they need no blanks between them
-        return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, eos_token=_END, pad_token=_END, extra_special_tokens=self.names
-        )
 
     def prompts(self, lengths: Iterable[int] = (5, 33, 12, 20)) -> list[dict[str, Any]]:
         """Return prompts of random tokens; the first, third, ... contain a picture."""

@@ -20,6 +20,7 @@ CUT = {
     "model.layers.1.mlp.gate.weight": "model.layers.1.mlp.gate.weight",
     "model.norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
+    "model.embed_tokens.weight": "model.embed_tokens.weight",
 }
 """Maps each tensor that is removed to its name in vLLM's model."""
 

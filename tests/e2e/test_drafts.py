@@ -75,24 +75,35 @@ def answers(llm):
     return [a.tokens for a in answer(llm, random_prompts(), 12)]
 
 
-def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(tmp_path):
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """Qwen3-Next, quantized by ModelOpt to NVFP4, with a draft layer at 16 bits."""
+    folder = tmp_path_factory.mktemp("drafts")
+    write(QWEN3_NEXT, "nvfp4-modelopt", folder)
+    add_drafts(folder / "quantized")
+    return folder / "quantized"
+
+
+@pytest.fixture(scope="module")
+def want(quantized):
+    """Answers without drafts."""
+    with small_engine(quantized, {"expert_budget": "50%"}) as llm:
+        return answers(llm)
+
+
+def test_drafts_at_16_bits_share_the_slots_of_quantized_experts(quantized, want, tmp_path):
     """Drafts at 16 bits run in the slots of quantized experts.
 
-    Tested with checkpoints of Qwen3-Next and Qwen3.5 that ModelOpt quantized to NVFP4, and with the conversion of one
-    of them by `vllm-dymoe quantize`.
+    Tested with the checkpoint, and with its conversion by `vllm-dymoe quantize`.
     """
-    write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
-    add_drafts(tmp_path / "quantized")
-    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
-        want = answers(llm)
-    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}, **SPECULATION) as llm:
+    with small_engine(quantized, {"expert_budget": "50%"}, **SPECULATION) as llm:
         server = server_of(llm)
         assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
         assert server.experts.kinds == (0, 0, 1)
-        check_draft(server, load_file(tmp_path / "quantized" / "model.safetensors"))
+        check_draft(server, load_file(quantized / "model.safetensors"))
         assert type(llm.llm_engine.vllm_config.quant_config).__name__ == "DymoeModelOptNvFp4Config"
         assert answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm)) == want
-    convert(Checkpoint.open(tmp_path / "quantized"), tmp_path / "ours", Options(high=4, group_size=64))
+    convert(Checkpoint.open(quantized), tmp_path / "ours", Options(high=4, group_size=64))
     with small_engine(tmp_path / "ours", {"expert_budget": "50%"}, **SPECULATION) as llm:
         server = server_of(llm)
         assert server.experts.draft_layers == 1
@@ -151,19 +162,14 @@ def test_drafts_that_a_rule_of_gptq_leaves_out_take_slots_of_the_budget(tmp_path
 
 
 @pytest.mark.parametrize("policy", ["exact", "duoserve"])
-def test_the_device_plans_a_draft_as_well(tmp_path, policy):
+def test_the_device_plans_a_draft_as_well(quantized, want, policy):
     """Device planning of a draft's layer on the emulated card.
 
     Two tokens are proposed, so that the draft's layer runs twice in a step.
     """
-    write(QWEN3_NEXT, "nvfp4-modelopt", tmp_path)
-    add_drafts(tmp_path / "quantized")
     options = {"expert_budget": "50%", "policy": policy, "host_store": "pinned", "link_gbps": 8.0, "misses": "fetch"}
     speculation = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-    with small_engine(tmp_path / "quantized", options | {"link_gbps": None}, **speculation) as llm:
-        assert server_of(llm).small_batches is None
-        want = answers(llm)
-    with small_engine(tmp_path / "quantized", options, **speculation) as llm:
+    with small_engine(quantized, options, **speculation) as llm:
         server = server_of(llm)
         assert (len(server.experts.layers), server.experts.draft_layers) == (3, 1)
         assert server.small_batches is not None

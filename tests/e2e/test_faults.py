@@ -155,7 +155,7 @@ def cut(file, size):
 @pytest.mark.parametrize("budget", ["25%", "minimum"])
 def test_a_read_that_does_not_end_fails_its_step_and_keeps_its_slot(llm, want, reads, budget, monkeypatch):
     server = server_of(llm)
-    monkeypatch.setattr(server.engine, "_timeout", 0.2)
+    monkeypatch.setattr(server.engine, "_timeout", 0.5)
     threads = threading.active_count()
     server.resize(server.minimum_budget if budget == "minimum" else budget)
     free = {precision: pool.count for precision, pool in server.cache.pools.items()}

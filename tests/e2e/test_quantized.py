@@ -100,10 +100,11 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
 def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
     """Recipes leave a layer at 16 bits, or give some projections more bits.
 
-    Here these are a down projection, and a gate without its up projection.
+    Here these are a down projection, a gate without its up projection, and a down projection with the same bits in
+    larger groups with other zeros. An emulated card, which plans and fetches them as a GPU does, gives the same bits.
     """
     model = ARCHITECTURES["qwen3-moe"]
-    experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 5}), "gptq", tmp_path)
+    experts = write(replace(model, sizes=model.sizes | {"num_hidden_layers": 6}), "gptq", tmp_path)
     plain, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
     for number, name in enumerate(experts):
         if ".layers.1." in name:
@@ -114,17 +115,26 @@ def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
             experts[name] = random_integers(*plain[name].shape, 32, bits=8, symmetric=True, seed=number)
             tensors |= {name.replace("weight", part): tensor for part, tensor in gptq(experts[name]).items()}
             plain[name] = experts[name].dequantize()
+        elif ".layers.4." in name and "down" in name:
+            experts[name] = random_integers(*plain[name].shape, 64, seed=number)
+            tensors |= {name.replace("weight", part): tensor for part, tensor in gptq(experts[name]).items()}
+            plain[name] = experts[name].dequantize()
     described = json.loads((tmp_path / "quantized" / "config.json").read_text())
     eight = r".*layers\.3\..*down_proj", r".*layers\.2\..*gate_proj"
-    described["quantization_config"] |= {"dynamic": {pattern: {"bits": 8} for pattern in eight}}
+    rules = {pattern: {"bits": 8} for pattern in eight}
+    rules[r".*layers\.4\..*down_proj"] = {"group_size": 64, "sym": False}
+    described["quantization_config"] |= {"dynamic": rules}
     save(tmp_path / "quantized", described, tensors)
     save(tmp_path / "plain", json.loads((tmp_path / "plain" / "config.json").read_text()), plain)
     with small_engine(tmp_path / "plain") as llm:
         want = answers(llm)
     with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
         server = server_of(llm)
-        assert (server.options.stored_bits, server.experts.kinds) == ((4,), (0, 1, 2, 3, 0))
+        assert (server.options.stored_bits, server.experts.kinds) == ((4,), (0, 1, 2, 3, 4, 0))
         check_store(server.store, experts)
         got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
+    with small_engine(tmp_path / "quantized", {"link_gbps": 20.0}) as llm:
+        emulated = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
+    assert emulated == got
     check_logprobs_close(got, want)
     assert equal_share(got, want) > 0.8

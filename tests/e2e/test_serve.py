@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 
 import openai
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.engines import MODEL, answer, engine, prompts, server_of
 from tests.e2e.test_server import BIN, Server, run_until_it_ends
+from tests.support.forked import started
 from vllm_dymoe.cache.store import MANIFEST
 from vllm_dymoe.quantize.packer import JOURNAL
 
@@ -25,18 +25,38 @@ def cache(tmp_path_factory):
     return {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
 
 
-def test_the_choice_is_printed_and_the_same_again(cache):
-    command = [BIN / "vllm-dymoe", "serve", MODEL, "--dry-run", "--max-model-len", "512"]
-    first, second = (run_until_it_ends(command, **cache) for _ in range(2))
-    assert first.returncode == 0, first.stderr
-    assert "all in memory, computed in place" in " ".join(first.stdout.split())
+@pytest.fixture(scope="module")
+def choose(cache):
+    """Return a function that returns what the command prints, which starts nothing."""
+
+    def printed():
+        done = run_until_it_ends([BIN / "vllm-dymoe", "serve", MODEL, "--dry-run", "--max-model-len", "512"], **cache)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return printed
+
+
+@pytest.fixture(scope="module")
+def chosen(choose):
+    return choose()
+
+
+def command_of(text):
+    return re.search(r"^((?:\w+=\S+ )*vllm serve .*)$", text, re.MULTILINE)[1]
+
+
+def options_of(text):
+    words = shlex.split(command_of(text))
+    return json.loads(words[words.index("--additional-config") + 1])["dymoe"]
+
+
+def test_the_choice_is_printed_and_the_same_again(choose, chosen):
+    assert "all in memory, computed in place" in " ".join(chosen.split())
     for line in ("machine", "policy", "precision", "dense layers", "experts", "context", "KV cache", "expected"):
-        assert re.search(rf"^{line}", first.stdout, re.MULTILINE), line
-    kept = [re.search(r"^((?:\w+=\S+ )*vllm serve .*)$", of.stdout, re.MULTILINE)[1] for of in (first, second)]
-    assert kept[0] == kept[1]
-    words = shlex.split(kept[0])
-    options = json.loads(words[words.index("--additional-config") + 1])["dymoe"]
-    assert options["expert_budget"] == "top-k"
+        assert re.search(rf"^{line}", chosen, re.MULTILINE), line
+    assert command_of(choose()) == command_of(chosen)
+    assert options_of(chosen)["expert_budget"] == "top-k"
 
 
 class OneCommand(Server):
@@ -66,21 +86,24 @@ def test_it_becomes_a_server_that_answers(cache, tmp_path, monkeypatch):
     assert "computed" in line or "CPU" in line
 
 
-START = """
-import os, sys
-from vllm import LLM, SamplingParams
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-options = {"dymoe": {"high": 8, "quantizer": "hqq"}}
-llm = LLM(sys.argv[1], quantization="dymoe", max_model_len=128, enforce_eager=True, additional_config=options)
-(answer,) = llm.generate(["The SELECT statement"], SamplingParams(max_tokens=8, temperature=0))
-print("ANSWER", answer.outputs[0].token_ids)
-"""
+def print_an_answer(store):
+    from vllm import LLM, SamplingParams
+
+    os.environ["DYMOE_STORE_DIR"] = store  # after the import of engines.py, which sets another one
+    options = {"dymoe": {"high": 8, "quantizer": "hqq"}}
+    llm = LLM(str(MODEL), quantization="dymoe", max_model_len=128, enforce_eager=True, additional_config=options)
+    (answer,) = llm.generate(["The SELECT statement"], SamplingParams(max_tokens=8, temperature=0))
+    print("ANSWER", answer.outputs[0].token_ids)
 
 
 def start(store, log):
-    environment = {**os.environ, "DYMOE_STORE_DIR": str(store), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("w") as output:
-        return subprocess.Popen([sys.executable, "-c", START, MODEL], stdout=output, stderr=output, env=environment)
+        return started(print_an_answer, str(store), output=output, env=dict(os.environ))
+
+
+def status(process):
+    process.join()
+    return process.exitcode
 
 
 def test_a_first_start_that_is_killed_goes_on(tmp_path):
@@ -94,16 +117,16 @@ def test_a_first_start_that_is_killed_goes_on(tmp_path):
     def packed():
         return sum(len(path.read_text().splitlines()) - 1 for path in store.rglob(JOURNAL))
 
-    while killed.poll() is None and packed() < 2:
+    while killed.is_alive() and packed() < 2:
         time.sleep(1e-3)
     killed.kill()
-    assert killed.wait() == -signal.SIGKILL, log.read_text()[-2000:]
+    assert status(killed) == -signal.SIGKILL, log.read_text()[-2000:]
     before = packed()
     assert 2 <= before < 8
     assert not list(store.rglob(MANIFEST)), "a killed start leaves no store"
     answers = []
     for folder in (store, tmp_path / "other store"):
-        assert start(folder, log).wait() == 0, log.read_text()[-2000:]
+        assert status(start(folder, log)) == 0, log.read_text()[-2000:]
         said = log.read_text()
         answers.append(re.search(r"^ANSWER .*$", said, re.MULTILINE)[0])
         if folder == store:
@@ -128,16 +151,13 @@ def test_16_bit_experts_are_served_from_the_checkpoint(tmp_path):
     assert list(store.rglob("*.safetensors")), "a copy that a CPU maps"
 
 
-def test_where_nothing_is_set_the_choice_is_that_of_the_command(cache, tmp_path):
-    command = [BIN / "vllm-dymoe", "serve", MODEL, "--dry-run", "--max-model-len", "128"]
-    printed = run_until_it_ends(command, **cache).stdout
-    words = shlex.split(re.search(r"^(?:\w+=\S+ )*(vllm serve .*)$", printed, re.MULTILINE)[1])
-    options = json.loads(words[words.index("--additional-config") + 1])["dymoe"]
+def test_where_nothing_is_set_the_choice_is_that_of_the_command(cache, chosen):
+    options = options_of(chosen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", cache["VLLM_CACHE_ROOT"])
-        with engine(quantization="dymoe", max_model_len=128) as llm:
-            chosen = llm.llm_engine.vllm_config.additional_config["dymoe"]
-            assert {name: chosen[name] for name in options} == options
+        with engine(quantization="dymoe") as llm:
+            given = llm.llm_engine.vllm_config.additional_config["dymoe"]
+            assert {name: given[name] for name in options} == options
             served = server_of(llm).options
             assert served.high == options.get("high", served.high)
             assert served.host_store == options["host_store"]

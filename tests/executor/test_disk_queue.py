@@ -92,7 +92,7 @@ def check_device_planned_rows(server):
 
 def test_a_read_that_does_not_end_is_given_up_and_its_memory_is_left_alone():
     store = FaultyStore(STORES[0])
-    server = device_planned_server(store, "50%", "exact", low=0, transfer_timeout_s=0.2)
+    server = device_planned_server(store, "50%", "exact", low=0, transfer_timeout_s=0.5)
     store.action = lambda number, key: "hang" if number == 0 else None
     table, queue = server.cache.device_table.table, server.disk_queue
     places = len(queue._landing)

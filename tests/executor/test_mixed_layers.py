@@ -208,16 +208,21 @@ def test_grids_of_other_bits_beside_each_other():
 
 
 def test_down_projections_in_a_format_of_their_own():
-    """One layer has its own format, and most layers have another.
+    """Other bits, floats, other groups, and the same bits with other zeros and another order.
 
-    The CPU worker of a device tells layers apart.
+    One layer's down projections are like its gate and up. The CPU worker of a device tells layers apart.
     """
-    plain = make_experts(layers=3, bits=(4,), num_experts=8, hidden=96, intermediate=64)
+    plain = make_experts(layers=5, bits=(4,), num_experts=8, hidden=96, intermediate=64)
     usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))
-    own = {1: replace(usual, down=None), 2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64))}
+    own = {
+        1: replace(usual, down=None),
+        2: replace(usual, encoding=NVFP4, down=DownFormat(FP8, 64)),
+        3: replace(usual, down=DownFormat(GRIDS[4], 64, integer_zeros=True, act_order=True)),
+        4: replace(usual, group_size=64, integer_zeros=True, down=DownFormat(GRIDS[4], 32)),
+    }
     experts = replace(plain, formats={4: usual}, own=own)
     store = random_store(experts, MemoryWriter(experts), seed=4)
-    steps = [(seed, layer, tokens) for seed, tokens in enumerate((1, 3, 40)) for layer in range(3)]
+    steps = [(seed, layer, tokens) for seed, tokens in enumerate((1, 3, 40)) for layer in range(5)]
     want = run(with_budget(store, "100%", low=0), steps)
     for misses in ("fetch", "compute"):
         assert equal(want, run(with_budget(store, "minimum", low=0, misses=misses), steps))

@@ -13,10 +13,10 @@ def on_two_ranks(run):
 
     def agree(rank, numbers):
         said[rank] = list(numbers)
-        barrier.wait(10)
+        barrier.wait(60)
         assert len(said[0]) == len(said[1]), "ranks do not speak of the same moves"
         least = [min(pair) for pair in zip(*said, strict=True)]
-        barrier.wait(10)
+        barrier.wait(60)
         if rank == 0:
             asked.append(len(least))
         return least

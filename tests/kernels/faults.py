@@ -4,8 +4,9 @@ The command's parts exist to find them.
 """
 
 
-def plant(name):
-    if name is not None:
+def plant(names):
+    """Plant the faults with these names, separated by commas."""
+    for name in names.split(", ") if names is not None else ():
         FAULTS[name]()
 
 

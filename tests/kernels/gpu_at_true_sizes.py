@@ -1,11 +1,11 @@
 """Measure like `make gpu` and `make bench-gpu` at true sizes, without computing.
 
-    python tests/kernels/gpu_at_true_sizes.py speeds|decode|prompts|layers FILE [few]
+    python tests/kernels/gpu_at_true_sizes.py FOLDER [few] speeds|decode|prompts|layers ...
 
-The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FILE receives the
-part's results; the times of prompts are the host's time per layer. Device numbers mean nothing. With `few` a model has
-few experts of true size: creating views of a thousand slots for each of twenty servers takes minutes, but the host's
-times are those for 128.
+The host replaces the card, and memory is mapped but not written, so only the host's own work remains. FOLDER receives
+the results of each part; the times of prompts are the host's time per layer. Device numbers mean nothing. With `few` a
+model has few experts of true size: creating views of a thousand slots for each of twenty servers takes minutes, but the
+host's times are those for 128.
 """
 
 import sys
@@ -86,7 +86,9 @@ decode._different = lambda *given: []
 on_device._name_experts_on = lambda device: lambda *arguments: None  # replaces a launch
 
 if __name__ == "__main__":
-    recorder = OfTheHost(Path(sys.argv[2]))
-    with no_launches():
-        {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}[sys.argv[1]].run(recorder)
-    recorder.end()
+    parts = {"speeds": speeds, "decode": decode, "prompts": prompts, "layers": kernel_speeds}
+    for part in (word for word in sys.argv[2:] if word in parts):
+        recorder = OfTheHost(Path(sys.argv[1]) / f"{part}.jsonl")
+        with no_launches():
+            parts[part].run(recorder)
+        recorder.end()

@@ -1,14 +1,18 @@
 """Run `make gpu` with the host instead of a card, in small sizes.
 
-This is the whole command with its processes. test_gpu_command.py runs it with Triton's interpreter. PLANTED may name a
-fault to plant.
+This is the whole command with its processes. Those of parts are forked from the command's, because importing torch and
+Triton takes 4 s of a core; the short program of the sanitizer's part is started anew. test_gpu_command.py runs the
+command with Triton's interpreter. PLANTED may name faults to plant.
 """
 
 import os
+import subprocess
 import sys
+import traceback
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT)]
@@ -38,7 +42,7 @@ quicken()
 gpu.PARTS = {name: replace(part, limit=10 * part.limit) for name, part in gpu.PARTS.items()}
 sanitizer.LIMIT = 1000
 gpu.README = Path(os.environ.get("GPU_README", gpu.README))
-processes.PROGRAM = [sys.executable, __file__]
+processes.PROGRAM = PROGRAM = [sys.executable, __file__]
 kernels.ProcessPoolExecutor = kernel_speeds.ProcessPoolExecutor = host_card.Inline
 kernel_speeds.SIDE = 32
 kernel_speeds.seconds.__defaults__ = (0.0,)
@@ -53,9 +57,6 @@ sanitizer.MODEL = replace(graphs.MODEL, layers=2, experts=2, top_k=1)
 runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
-if "short" not in sys.argv:  # a launch in the interpreter takes a second, so only one part's server uses Triton
-    expert_server.make_kernel = lambda device, *arguments, **options: make_kernel("cpu", *arguments)
-    decode_as_launches(setattr, host_card.capturing)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
 kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)
@@ -63,5 +64,55 @@ speeds.WARM, speeds.STEPS = 1, {"decode": (1, 3), "prefill": (20, 2)}
 
 faults.plant(os.environ.get("PLANTED"))
 
+
+def main(arguments):
+    # A launch in the interpreter takes a second, so only the short program's server uses Triton.
+    if "--part" in arguments and "short" not in arguments:
+        expert_server.make_kernel = lambda device, *others, **options: make_kernel("cpu", *others)
+        decode_as_launches(setattr, host_card.capturing)
+    return gpu.main(arguments)
+
+
+class Forked:
+    """A part's process, like ``subprocess.Popen``."""
+
+    def __init__(self, command, stdout, env):
+        self.returncode, self.pid = None, os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                for stream in (1, 2):
+                    os.dup2(stdout.fileno(), stream)
+                os.environ.clear()
+                os.environ.update(env)
+                torch.set_num_threads(1)  # like the mode, only for the thread that called it
+                with host_card.OnTheHost():
+                    status = main(command[len(PROGRAM) :])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def poll(self, how=os.WNOHANG):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self):
+        return self.poll(0)
+
+
+def start(command, **how):
+    if command[: len(PROGRAM)] != PROGRAM or "short" in command:
+        return subprocess.Popen(command, **how)
+    return Forked(command, how["stdout"], how["env"])
+
+
+processes.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+
 if __name__ == "__main__":
-    sys.exit(gpu.main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu.experts import ExpertWork, random_packed
 from vllm_dymoe.experts.encoding import CODEBOOKS, NESTED, PLAIN, STEPS, UPPER_HALVES, Encoding, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat
-from vllm_dymoe.experts.matrix import PackedMatrix
+from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
 from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, unpack
 
 ACTIVATIONS = (
@@ -95,6 +95,10 @@ class PackedExpert:
     gate: PackedMatrix
     up: PackedMatrix
     down: PackedMatrix
+
+    @property
+    def formats(self) -> tuple[MatrixFormat, MatrixFormat, MatrixFormat]:
+        return self.gate.format, self.up.format, self.down.format
 
     def work(self, tokens: list[int], pairs: list[int]) -> ExpertWork:
         rows = torch.tensor(tokens, dtype=torch.int64)

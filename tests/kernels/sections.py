@@ -72,6 +72,8 @@ def grouped(x, table, work, rows, tile=TILE, activation=Activation.SILU, place=l
 
 some_widths = st.sets(st.sampled_from([8, 4, 2])).map(frozenset)
 """Encodings with integer zero points, or with an order of columns."""
+own_codes = st.none() | st.tuples(st.sampled_from([32, 64, 128]), some_widths, some_widths)
+"""Group size, integer zeros and order of down projections, if they have their own."""
 
 
 class Experts:

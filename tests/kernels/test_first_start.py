@@ -55,7 +55,7 @@ def compile(source, target, options, **others):
 triton.compiler.compile = compile
 driver.set_active(Driver())
 experts = {bits: random_expert(100, 70, bits, steps=bits == 4, act_order=bits == 4) for bits in (4, 2)}
-kernel = TritonKernel("cpu", formats=[expert.up.format for expert in experts.values()])
+kernel = TritonKernel("cpu", formats=[expert.formats for expert in experts.values()])
 calls = []
 for activation, bits, counts in (("silu", 2, (1,)), ("silu", 4, (3, 10, 40, 200)), ("gelu", 2, (1, 200))):
     expert = experts[bits]

@@ -100,33 +100,44 @@ def test_it_runs_to_its_end(tmp_path):
     assert "gpu: everything that was checked is right." in done.stdout
 
 
-@pytest.mark.parametrize(("part", "speeds"), [("speeds", 23), ("decode", 54), ("prompts", 16), ("layers", 51)])
-def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path, part, speeds):
+SPEEDS = {"speeds": 23, "decode": 54, "prompts": 16, "layers": 51}
+
+
+def test_every_line_of_the_measurements_runs_at_its_true_size(tmp_path):
     """True sizes split a down projection in four, which the small ones above do not."""
     pytest.importorskip("triton")
-    found = tmp_path / "found.jsonl"
-    command = [sys.executable, str(Path(__file__).with_name("gpu_at_true_sizes.py")), part, str(found), "few"]
+    program = str(Path(__file__).with_name("gpu_at_true_sizes.py"))
+    command = [sys.executable, program, str(tmp_path), "few", *SPEEDS]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
-    entries = [json.loads(line) for line in found.read_text().splitlines()]
-    assert [entry["wrong"] for entry in entries if entry["kind"] == "check" and entry["wrong"]] == []
-    assert sum(entry["kind"] == "speed" for entry in entries) == speeds
+    for part, speeds in SPEEDS.items():
+        entries = [json.loads(line) for line in (tmp_path / f"{part}.jsonl").read_text().splitlines()]
+        assert [entry["wrong"] for entry in entries if entry["kind"] == "check" and entry["wrong"]] == []
+        assert sum(entry["kind"] == "speed" for entry in entries) == speeds, part
 
 
-@pytest.mark.parametrize(
-    ("planted", "part", "check"),
-    [
-        ("reused slot", "runtime", r"4 bits, prefetch none: .*: \d+ tokens of layer 0 have other bits"),
-        ("no fetches", "runtime", r"minimum: only 0 experts were fetched, so this check proves nothing"),
-        ("old input", "graphs", r"decode steps at 100%: .*: step 1, layer 0: other bits than launches at 100% give"),
-    ],
-)
-def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted, part, check):
-    done, results, readme = on_the_host(tmp_path, part, "speeds", planted=planted)
+INVALID_READ = "Invalid __global__ read of size 16 bytes"
+PLANTED = {
+    "reused slot": {"runtime": r"4 bits, prefetch none: .*: \d+ tokens of layer 0 have other bits"},
+    # Of different parts. The sanitizer finds something by itself.
+    "no fetches, old input": {
+        "runtime": r"minimum: only 0 experts were fetched, so this check proves nothing",
+        "graphs": r"decode steps at 100%: .*: step 1, layer 0: other bits than launches at 100% give",
+        "sanitizer": f"memcheck finds nothing: {INVALID_READ}; ERROR SUMMARY: 1 errors",
+    },
+}
+"""By faults, the sentences of parts that tell of them."""
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_fault_is_found_and_nothing_is_measured(tmp_path, planted):
+    path = sanitizer(tmp_path, INVALID_READ, 1, 86)
+    done, results, readme = on_the_host(tmp_path, *PLANTED[planted], "speeds", planted=planted, path=path)
     assert done.returncode == 1
-    assert any(re.search(check, sentence) for sentence in results["wrong"]), results["wrong"]
-    assert any(re.search(check, line) for line in done.stderr.splitlines())
+    for part, told in PLANTED[planted].items():
+        assert any(re.search(f"^{part}: .*{told}", sentence) for sentence in results["wrong"]), results["wrong"]
+        assert any(re.search(f"^gpu: {part}: .*{told}", line) for line in done.stderr.splitlines())
     assert done.stderr.endswith("gpu: not right on this machine; no speeds are reported.\n")
     assert results["not_run"] == ["speeds"]
     assert " us" not in done.stdout
@@ -182,14 +193,6 @@ def test_a_part_that_does_not_come_to_its_end_has_failed(processes, tmp_path, ki
     found = processes.run_part(kind, 60, tmp_path, lambda entry: None)
     assert found.failure.startswith(failure)
     assert found.wrong == [found.failure]
-
-
-def test_what_the_sanitizer_finds_is_said(tmp_path):
-    found = "Invalid __global__ read of size 16 bytes"
-    done, results, _ = on_the_host(tmp_path, "sanitizer", path=sanitizer(tmp_path, found, 1, 86))
-    assert done.returncode == 1
-    (first, *_) = results["wrong"]
-    assert first.startswith(f"sanitizer: memcheck finds nothing: {found}; ERROR SUMMARY: 1 errors")
 
 
 def test_missing_packages_are_named_before_anything_runs(gpu, monkeypatch, capsys):

@@ -89,7 +89,7 @@ def test_a_gpu_gets_tritons_kernel(monkeypatch):
     """test_triton_server.py shows that the server calls it like the CPU's."""
     triton = pytest.importorskip("vllm_dymoe.kernels.triton")
     monkeypatch.setattr(triton, "TritonKernel", lambda *arguments, **options: (arguments, options))
-    formats = [MatrixFormat(64, 64, encoding_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True)]
+    formats = [3 * (MatrixFormat(64, 64, encoding_of(4), 64, torch.bfloat16, integer_zeros=True, act_order=True),)]
     made = make_kernel("cuda:1", 1 << 20, formats)
     ways = {"decode": Decode.PLAIN, "grouped": Grouped.PLAIN}
     assert made == ((torch.device("cuda:1"),), {"formats": formats, **ways, "workspace_bytes": 1 << 20})

@@ -17,7 +17,7 @@ from vllm_dymoe.kernels import Activation, Curve, Decode
 
 pytest.importorskip("triton")
 
-from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat
 from vllm_dymoe.kernels.cpu_queue import QueueShape
 from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
@@ -47,11 +47,10 @@ def host():
 
 def as_its_twin(launch, ran):
     """Return the relative distance from the plain twin."""
-    strip = 32 if launch.encoding is FP8 else min(launch.group, ran.expert.up.format.group_size, 64)
-    if launch.encoding is STEPS[2]:
-        strip = min(launch.group, 128)
 
     def products(x, packed):
+        encoding, group = packed.format.encoding, packed.format.group_size
+        strip = min(group, 32 if encoding is FP8 else 128 if encoding is STEPS[2] else 64)
         sums = mma_rows_plain(x, packed, split=launch.split, warps=launch.warps, strip=strip)
         return sums if packed.bias is None else sums + packed.bias.float()
 
@@ -94,6 +93,8 @@ def test_base_slices_alone_are_right(host, encoding):
         {"dtype": torch.float16, "encoding": STEPS[8]},
         {"dtype": torch.float16, "encoding": E8_NESTED},
         {"bias": True, "act_order": True, "integer_zeros": True},
+        {"down": DownFormat(STEPS[4], 128, integer_zeros=True, act_order=True), "fetch": True, "bias": True},
+        {"down": DownFormat(STEPS[8], 32), "weighted": True},
         {"activation": Activation(Curve.GELU_TANH), "sizes": (256, 512)},
     ],
     ids=str,

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.benchmarks import modules_of
 from vllm_dymoe.experts.encoding import E8, MXFP4, NESTED, STEPS
+from vllm_dymoe.experts.format import DownFormat
 from vllm_dymoe.kernels import Activation, Curve, Grouped, dequantize
 
 pytest.importorskip("triton")
@@ -72,6 +73,7 @@ def test_base_slices_alone_are_right(host):
         {"group": 128, "sizes": (264, 64), "dtype": torch.float16},
         {"dtype": torch.float16, "encoding": NESTED[4], "low": True},
         {"activation": Activation(Curve.RELU2, has_gate=False), "bias": True, "sizes": (64, 320)},
+        {"down": DownFormat(STEPS[2], 128, integer_zeros=True), "bias": True},
     ],
     ids=str,
 )

@@ -127,7 +127,7 @@ def test_experts_that_disagree_are_refused(second, sentence):
 def test_experts_that_disagree_with_what_was_announced_are_refused(flag):
     """A kernel is compiled once, and would read these matrices like announced ones."""
     announced, other = (random_expert(64, 64, 4, **{flag: value}) for value in (True, False))
-    kernel = TritonKernel(DEVICE, formats=[announced.gate.format])
+    kernel = TritonKernel(DEVICE, formats=[announced.formats])
     out = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     compute_experts(kernel, random_x(1, 64), [work_of(announced, [0], [0])], out, Activation.SILU)
     with pytest.raises(ValueError, match="integer zeros or a column order"):

@@ -32,10 +32,10 @@ from vllm_dymoe.policies.exact import Exact
     st.sampled_from(["threshold", "depth"]),
     st.sampled_from(["coldest", "least recent", "first in"]),
     st.booleans(),
-    st.sampled_from(sorted(RANKS)),
     st.sampled_from([STEPS, (EVERY, EVERY), (0, 8)]),
+    st.sampled_from(sorted(RANKS)),
 )
-def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips, rank, classes):
+def test_any_steps(steps, low, high, retention, nested, staging, passes, high_by, evicts, skips, classes, rank):
     """If experts are skipped, their weights go to others.
 
     Experts have several classes, or all of them the first one or the second.
@@ -75,7 +75,7 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
 
 @pytest.mark.parametrize(("experts", "own", "top_k", "tokens"), [(1024, 128, 10, 40), (33, 11, 4, 700)])
 def test_sizes_of_ranks(experts, own, top_k, tokens):
-    """Precision is chosen among the experts of all ranks, with marks and without."""
+    """Precision is chosen among the experts of all ranks, with marks of prompts and without."""
     quotas, numbers = {LOW: [own // 2] * LAYERS, HIGH: [own // 4] * LAYERS}, numbers_of(experts, own)
     for high_by in ("threshold", "depth"):
         policy = Dymoe(retention=0.5, high_by=high_by)

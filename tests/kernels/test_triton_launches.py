@@ -18,6 +18,7 @@ from tests.kernels.sections import (
     decode,
     grouped,
     make_scratch,
+    own_codes,
     poisoned,
     random_x,
     relative_error,
@@ -26,9 +27,11 @@ from tests.kernels.sections import (
     some_widths,
     work_list,
 )
-from vllm_dymoe.experts.encoding import CODEBOOKS, FP8, MXFP4, NVFP4
+from vllm_dymoe.experts.encoding import CODEBOOKS, FP8, MXFP4, NVFP4, PLAIN, STEPS
+from vllm_dymoe.experts.format import DownFormat, ExpertFormat
 from vllm_dymoe.kernels import Activation, dequantize
 from vllm_dymoe.kernels.triton import (
+    Codes,
     DecodeTile,
     ExpertShape,
     GroupedTile,
@@ -82,14 +85,16 @@ def weighted_reference(experts, ids, weights, x, activation, skipped=()):
     tokens=st.sampled_from([1, 3]),
     steps=some_widths,
     act_order=some_widths,
+    down=own_codes,
     tile=st.builds(DecodeTile, st.sampled_from([4, 8]), st.sampled_from([1, 2, 3])),
 )
-def test_the_weighted_sum(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
+def test_the_weighted_sum(bits, tokens, activation, steps, act_order, down, tile, seed, **sizes):
     """Any precisions in one launch, in any number of parts.
 
     One expert of each token is left out.
     """
-    shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
+    flags = {"integer_zeros": steps, "act_order": act_order, "has_gate": activation.has_gate}
+    shape = ExpertShape(**sizes, **flags, down=down and Codes(frozenset(bits), *down))
     experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
     x = random_x(tokens, hidden, dtype, seed)
     ids, weights, chosen = routing(tokens, 2, 3, seed)
@@ -113,9 +118,18 @@ tiles = st.builds(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**MIXED, bits=both, tokens=st.sampled_from([1, 17, 70]), steps=some_widths, act_order=some_widths, tile=tiles)
-def test_any_tile_agrees_with_the_reference(bits, tokens, activation, steps, act_order, tile, seed, **sizes):
-    shape = ExpertShape(**sizes, integer_zeros=steps, act_order=act_order, has_gate=activation.has_gate)
+@given(
+    **MIXED,
+    bits=both,
+    tokens=st.sampled_from([1, 17, 70]),
+    steps=some_widths,
+    act_order=some_widths,
+    down=own_codes,
+    tile=tiles,
+)
+def test_any_tile_agrees_with_the_reference(bits, tokens, activation, steps, act_order, down, tile, seed, **sizes):
+    flags = {"integer_zeros": steps, "act_order": act_order, "has_gate": activation.has_gate}
+    shape = ExpertShape(**sizes, **flags, down=down and Codes(frozenset(bits), *down))
     experts, hidden, dtype = Experts(shape, bits, seed), shape.hidden, shape.dtype
     x = random_x(tokens, hidden, dtype, seed)
     count = len(bits)
@@ -491,3 +505,28 @@ def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
         table_of_slices(nested, [0x1000], [4], DEVICE)
     with pytest.raises(ValueError, match="residual_destinations"):
         table_of_slices(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])
+
+
+NONE = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("down", "own"),
+    [
+        ({}, None),
+        ({"encoding": PLAIN}, Codes(frozenset({16}), 32, NONE, NONE)),
+        ({"encoding": MXFP4}, Codes(frozenset({MXFP4.tag}), 32, NONE, NONE)),
+        ({"encoding": STEPS[8], "integer_zeros": True}, Codes(frozenset({8}), 32, frozenset({8}), NONE)),
+        ({"encoding": FP8, "group_size": 128}, Codes(frozenset({FP8.tag}), 128, NONE, NONE)),
+        ({"group_size": 64}, Codes(frozenset({4}), 64, NONE, NONE)),
+        ({"act_order": True}, Codes(frozenset({4}), 32, NONE, frozenset({4}))),
+    ],
+)
+def test_launches_of_down_are_compiled_for_its_own_codes(down, own):
+    fmt = ExpertFormat(96, 64, STEPS[4], 32, BFLOAT16)
+    formats = replace(fmt, down=DownFormat(**{"encoding": STEPS[4], "group_size": 32} | down)).matrices
+    shape = ExpertShape.of([formats])
+    assert shape.down == own
+    gate_up = Codes(frozenset({4}), 32, NONE, NONE)
+    assert shape.codes(frozenset({4})) == (gate_up, own or gate_up)
+    assert shape.formats(4)[:2] == fmt.matrices[:2]

@@ -83,7 +83,8 @@ def test_the_integers_of_a_checkpoint_beside_a_precision_derived_from_them(monke
     want = run(with_budget(store, "100%", MIXED), STEPS)
     monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
     server = with_budget(store, "50%", MIXED)
-    assert server.kernel._kinds == {(4, True, True, 0), (2, False, False, 0)}, "what is compiled once, for all calls"
+    kinds = {(4, True, True, 0), (2, False, False, 0)}
+    assert server.kernel._kinds == (kinds, kinds), "what is compiled once, for all calls"
     for got, one in zip(run(server, STEPS), want, strict=True):
         assert relative_error(got, one.double()) < TOLERANCE[torch.bfloat16]
 
@@ -238,12 +239,17 @@ DOWN = {
     "16 bits": (GRIDS[4], DownFormat(PLAIN, 32)),
     "FP8": (NVFP4, DownFormat(FP8, 64)),
     "integers in an order": (GRIDS[8], DownFormat(GRIDS[4], 32, integer_zeros=True, act_order=True)),
+    "larger groups": (GRIDS[4], DownFormat(GRIDS[4], 64)),
+    "8 bits in larger groups": (GRIDS[4], DownFormat(GRIDS[8], 128)),
+    "4 bits beside FP8 of larger groups": (GRIDS[4], DownFormat(FP8, 128)),
+    "other zeros": (GRIDS[4], DownFormat(GRIDS[4], 32, integer_zeros=True)),
+    "other zeros, groups and order": (GRIDS[2], DownFormat(GRIDS[2], 64, integer_zeros=True, act_order=True)),
 }
 
 
 @pytest.mark.parametrize("name", DOWN)
 def test_down_projections_in_a_format_of_their_own(name, monkeypatch):
-    """Of small and large batches, fetched and resident."""
+    """Of small and large batches, fetched and resident, at every budget."""
     encoding, down = DOWN[name]
     high = encoding.bits
     plain = make_experts(bits=(high,), dtype=torch.float16, hidden=96, intermediate=64)
@@ -255,9 +261,10 @@ def test_down_projections_in_a_format_of_their_own(name, monkeypatch):
     want = run(make_server(store, "100%", low=0, high=high), steps)
     for got, one in zip(want, of_cpu, strict=True):
         assert relative_error(got, one.double()) < TOLERANCE[torch.float16]
-    server = device_planned_server(store, "50%", low=0, high=high)
-    assert isinstance(server.small_batches.kernel, TritonKernels)
-    assert all(map(torch.equal, run_device_planned(server, steps), want))
+    for budget in ("100%", "50%", "minimum"):
+        server = device_planned_server(store, budget, low=0, high=high)
+        assert isinstance(server.small_batches.kernel, TritonKernels)
+        assert all(map(torch.equal, run_device_planned(server, steps), want)), budget
 
 
 def test_layers_of_other_formats_have_launches_of_their_own(monkeypatch):

@@ -1,7 +1,5 @@
 """A table twice: for the plain rule and for the programs, which must agree."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -82,15 +80,12 @@ class Twins:
         plan_small_batch(self.plain, layer, ids, weights, rows(real), plan, global_ids=global_ids, **told)
         plan_large_batch(self.plain, layer, ids, plan, shape, half, ahead, classes, large)
         on_cpu = [values.to(DEVICE) for values in (ids, weights, rows(real))]
-        counted, told = on_cpu[0], {}
-        if global_ids is not None:
-            counted, everything = global_ids.to(DEVICE), replace(shape, experts=len(self._numbers))
-            counts = torch.full((everything.scratch,), 77, dtype=torch.int32, device=DEVICE)
-            told = {"global_ids": counted, "counts": counts}
+        counted = on_cpu[0] if global_ids is None else global_ids.to(DEVICE)
         parts = None if marks is None else counted_parts(counted, on_cpu[1], marks.to(DEVICE))
         plan_large_batch_on_gpu(
-            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, steps, vars(lists), parts, **told
-        )
+            self.table.at(layer), layer, *on_cpu, found.tensors, shape, half, ahead, steps, vars(lists), parts,
+            global_ids=None if global_ids is None else global_ids.to(DEVICE),
+        )  # fmt: skip
         copies = shape.spans(shape.groups if ahead else shape.groups - 1).stop if shape.streamed_groups else shape.items
         for name, values in vars(large).items():
             mine = slice(copies if name == "spans" else None)

@@ -1,10 +1,10 @@
-"""benchmarks/quality: its measures, and a page that matches its results."""
+"""benchmarks/quality: its measures, and a page that matches its results.
+
+tests/e2e runs it.
+"""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,26 +40,6 @@ def test_what_is_said_of_answers():
     second = 0.6 * math.log(0.6 / 0.4) + 0.4 * math.log(0.4 / 0.6)
     assert found["kl_nats"] == pytest.approx((first + second) / 2)
     assert found["kl_error"] == pytest.approx(abs(first - second) / 2)
-
-
-@pytest.mark.engine
-def test_it_runs_and_finds_that_fewer_bits_lose_more():
-    """Measure in a process of its own, since its engine stays.
-
-    The benchmark once stopped working without an error.
-    """
-    script = (
-        "from quality import Measurement, dymoe, nested, uniform; m = Measurement(1, 2);"
-        "rows = [m.read(uniform(4)), m.read(nested(dymoe(0.5, 2)), decode=True, share=0.5)];"
-        "print(*(row['kl_nats'] for row in rows), rows[-1]['moved_bytes_per_token'])"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    four, both, moved = map(float, done.stdout.split()[-3:])
-    assert 0 < four < 0.005
-    assert 0 < four < both
-    assert moved > 0
 
 
 def test_the_page_is_what_was_measured(tmp_path):

@@ -113,7 +113,7 @@ def test_a_start_that_can_have_no_cpu_queue_is_tested_without(monkeypatch):
             refuse() if options.computes_misses else whole(store, options, *rest, **named))
     )  # fmt: skip
     found = run()
-    assert (found.failure, found.skipped, found.steps) == ("", "", 6)
+    assert (found.failure, found.skipped, found.steps) == ("", "", 8)
 
 
 def test_a_kernel_that_cannot_be_compiled_is_a_failure():

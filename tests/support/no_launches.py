@@ -55,8 +55,8 @@ class CardParts(Parts):
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
         """Return the card's kernels, with their own scratch."""
-        formats = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
-        on_card = TritonKernel("cpu", formats=formats, decode=Decode.DEPENDENT, grouped=Grouped.IN_REGISTERS)
+        formats = [fmt.matrices for fmt in experts.formats.values()]
+        on_card = TritonKernel("cpu", formats=formats, decode=Decode.CHAINED, grouped=Grouped.IN_REGISTERS)
         return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
 
 

@@ -3,7 +3,7 @@
 import time
 
 
-def becomes(condition, seconds=10):
+def becomes(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -214,12 +214,13 @@ class LargeBatches:
         Args:
             x: more rows than a small batch has, and as many as :func:`crowded_tokens`.
         """
+        global_ids = ids.clone() if self._table.all_experts else None
         for captured, rows in product((False, True), {SMALL_BATCH_ROWS + 1, len(x)}):
             given = layer, x[:rows], weights[:rows], ids[:rows], activation
-            # Not the same tensor: prepared launches tell their arguments apart by their memory.
-            global_ids = ids[:rows].clone() if self._table.all_experts else None
+            told: dict[str, Any] = {"captured": captured, "weights_on_input": weights_on_input}
+            told["global_ids"] = None if global_ids is None else global_ids[:rows]
             for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
-                self.forward(*given, marks, captured=captured, weights_on_input=weights_on_input, global_ids=global_ids)
+                self.forward(*given, marks, **told)
                 self.settle()
         self._captured.clear()
 

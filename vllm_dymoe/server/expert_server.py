@@ -41,7 +41,7 @@ from vllm_dymoe.executor.host_planned import HostPlannedLayers, StepCounts
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
-from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
+from vllm_dymoe.experts.format import ModelExperts
 from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, Grouped, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, check_experts
@@ -190,14 +190,12 @@ class ExpertServer:
         self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
         # Kinds of layers have launches of their own.
-        matrices = [matrix for fmt in formats for matrix in fmt.matrices] if len(self.experts.of_kinds) == 1 else []
+        matrices = [fmt.matrices for fmt in formats] if len(self.experts.of_kinds) == 1 else []
         try:
             workspace = workspace_bytes(self.experts, device.type)
             self.kernel: ExpertKernel = make_kernel(
                 device, workspace, matrices, options.activations, decode=decode, grouped=grouped
             )
-            for fmt in formats if not isinstance(self.kernel, CpuKernel) else ():
-                check_together(fmt)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
@@ -710,25 +708,6 @@ def _make_disk_queue(
             'with a C++ compiler, or use host_store "pinned".',
             option="host_store",
         ) from error
-
-
-def check_together(fmt: ExpertFormat) -> None:
-    """Check that a GPU's kernels can compute an expert's projections together.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if fmt.down is None:
-        return
-    up, down = fmt.matrices[1:]
-    grids = [matrix for matrix in (up, down) if matrix.quantized and not matrix.encoding.group_size]
-    same = up.encoding == down.encoding and (up.integer_zeros, up.act_order) != (down.integer_zeros, down.act_order)
-    if len({matrix.group_size for matrix in grids}) > 1 or same:
-        raise ValueError(
-            "down projections have other groups than gate and up, or the same bits with other zero points or another "
-            "order of columns, which the kernels of a GPU do not compute together; set high to 16 and low to 0, which "
-            "hold the dequantized weights."
-        )
 
 
 def _make_decode_kernel(

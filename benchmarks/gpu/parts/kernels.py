@@ -72,7 +72,7 @@ def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequen
     """
     dtype, hidden = shape.dtype, shape.hidden
     wrong = []
-    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits)[0] for bits in precisions])
+    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits) for bits in precisions])
     tokens, experts = max(COUNTS), len(precisions) * len(COUNTS)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(shape.group_size)).to(dtype)
     work, references = [], []

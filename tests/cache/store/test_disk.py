@@ -334,7 +334,7 @@ def test_a_disk_that_wants_one_read_at_a_time_does_not_wait_for_checksums(tmp_pa
                 under_way -= 1
 
     def checked(*arguments):
-        assert begun[1].wait(20), "the second read waits for the first one's checksums"
+        assert begun[1].wait(60), "the second read waits for the first one's checksums"
         check(*arguments)
 
     monkeypatch.setattr(files, "read_direct", read)

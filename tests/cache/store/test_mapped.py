@@ -1,8 +1,10 @@
 """Unreadable pages of mapped files fail only their step.
 
-This holds whoever else handles SIGBUS. Each case runs in a process of its own.
+This holds whoever else handles SIGBUS. Each case runs in a process of its own, forked from one that has imported torch
+(2.5 s of a core) and has called nothing.
 """
 
+import json
 import mmap
 import signal
 import subprocess
@@ -47,15 +49,54 @@ def foreign_fault():
         file.truncate(0)
         return other[0]
 """
+FORKS = """
+import json, os, sys, traceback
+from tests.executor.steps import STEPS, run, with_budget
+from tests.small_model import make_experts
+from tests.cache.store.stores import write
+
+for line in sys.stdin:
+    program, folder = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for stream, name in ((1, "output"), (2, "errors")):
+                os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
+            os.environ["HOME"], sys.argv = folder, ["-c", f"{folder}/store"]
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 FIRST = "seen = []\nsignal.signal(signal.SIGBUS, lambda *_: seen.append(1))\n" + SERVED
 
 
-def ended(program, folder, **environment):
+NAMES = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, cwd=ROOT, env=NAMES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
+        yield it
+        it.stdin.close()
+
+
+@pytest.fixture
+def ended(forks, tmp_path):
     """Run a process to its end; return its exit status, output and errors."""
-    command = [sys.executable, "-c", program, str(folder / "store")]
-    names = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
-    found = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=40)
-    return found.returncode, found.stdout, found.stderr
+
+    def run(program):
+        print(json.dumps([program, str(tmp_path)]), file=forks.stdin, flush=True)
+        status = int(forks.stdout.readline())
+        return status, *((tmp_path / name).read_text() for name in ("output", "errors"))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -69,22 +110,22 @@ def ended(program, folder, **environment):
         "faulthandler.enable(); run(server, STEPS); faulthandler.disable()",
     ],
 )
-def test_the_guard_stays_whatever_handles_the_signal_later(between, tmp_path):
-    status, said, errors = ended(f"{SERVED}\n{between}\ncut()", tmp_path)
+def test_the_guard_stays_whatever_handles_the_signal_later(between, ended):
+    status, said, errors = ended(f"{SERVED}\n{between}\ncut()")
     assert (status, said) == (0, "failed alone\n"), errors[-2000:]
 
 
-def test_a_signal_that_was_sent_goes_to_whoever_waited_for_it_before(tmp_path):
+def test_a_signal_that_was_sent_goes_to_whoever_waited_for_it_before(ended):
     program = FIRST.replace("seen = []", "import signal\nseen = []")
     sends = "os.kill(os.getpid(), signal.SIGBUS); os.kill(os.getpid(), signal.SIGBUS)\nassert len(seen) == 2, seen"
-    status, said, errors = ended(f"{program}\n{sends}\ncut()", tmp_path)
+    status, said, errors = ended(f"{program}\n{sends}\ncut()")
     assert (status, said) == (0, "failed alone\n"), errors[-2000:]
 
 
 @pytest.mark.parametrize("last", ["os.kill(os.getpid(), signal.SIGBUS)", "foreign_fault()"])
 @pytest.mark.parametrize("between", ["", "faulthandler.enable()", "faulthandler.enable(); run(server, STEPS)"])
-def test_what_is_not_ours_ends_the_process_as_ever(between, last, tmp_path):
-    status, said, errors = ended(f"{SERVED}\n{between}\nprint('before', flush=True)\n{last}\nprint('behind')", tmp_path)
+def test_what_is_not_ours_ends_the_process_as_ever(between, last, ended):
+    status, said, errors = ended(f"{SERVED}\n{between}\nprint('before', flush=True)\n{last}\nprint('behind')")
     assert (status, said) == (-signal.SIGBUS, "before\n"), errors[-2000:]
     assert errors.count("Fatal Python error: Bus error") == bool(between)
 
@@ -152,5 +193,6 @@ def test_pages_have_the_size_that_the_policy_says(tmp_path):
     if built.returncode:
         pytest.skip(f"no C compiler: {built.stderr[-200:]}")
     for environment, lost in (({}, 64), ({"LD_PRELOAD": str(shim)}, 4)):
-        status, said, errors = ended(LARGE, tmp_path, **environment)
-        assert (status, said) == (0, f"{lost}\n"), errors[-2000:]
+        command, names = [sys.executable, "-c", LARGE, str(tmp_path / "store")], NAMES | {"HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=400)
+        assert (done.returncode, done.stdout) == (0, f"{lost}\n"), done.stderr[-2000:]

@@ -208,7 +208,7 @@ def test_closing_ends_every_thread_and_cancels_what_waits(memory_store):
     closer.start()
     time.sleep(0.05)
     store.gate.set()
-    closer.join(10)
+    closer.join(60)
     assert not closer.is_alive()
     assert threading.active_count() == before
     assert all(ticket.ended for ticket in tickets)

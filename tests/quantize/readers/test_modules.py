@@ -131,6 +131,12 @@ def test_what_is_said_of_the_experts(config, tensors, encoding, draft):
 MIXED = {
     "a layer": (SYMMETRIC | {"dynamic": {r".*layers\.1\..*": {"bits": 8}}}, experts(), {1: "8"}, "4"),
     "a projection": (SYMMETRIC | {"dynamic": {r".*down_proj": {"bits": 8}}}, experts(), {Projection.DOWN: "8"}, "4"),
+    "a projection's groups and zeros": (
+        SYMMETRIC | {"dynamic": {r".*down_proj": {"group_size": 32, "sym": False}}},
+        experts(),
+        {Projection.DOWN: "4"},
+        "4",
+    ),
     "a 16-bit layer": (AWQ, experts(plain=["layers.2."]), {2: "16"}, "4"),
     "a 16-bit projection": (AWQ, experts(plain=["down_proj."]), {Projection.DOWN: "16"}, "4"),
     "groups": (groups((["re:.*layers.0.*"], *DENSE[1:]), EXPERTS), experts(), {0: "fp8"}, "nvfp4"),
@@ -175,6 +181,7 @@ def test_a_store_of_one_version_holds_every_layer_in_its_own_format(config, tens
             assert matrix.encoding.name == other.get(projection if by_projection else layer, most)
             held = reader.at(layer, projection)
             assert (matrix.integer_zeros, matrix.act_order) == (held.asymmetric, held.act_order)
+            assert matrix.group_size == held.group_size or not held.group_size
 
 
 def test_gate_and_up_of_two_formats_have_16_bits_where_they_are():

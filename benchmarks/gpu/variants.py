@@ -279,9 +279,9 @@ def _others(architecture: int) -> Iterator[Variant]:
 
 
 def _choices(architecture: int) -> Iterator[Variant]:
-    """Yield the kernels of a rank that has an eighth of the experts, and chooses precision among all of them.
+    """Yield the kernels of a rank that chooses precision among all experts.
 
-    They are for one token, and for a large batch with marks.
+    It has an eighth of them. They are for one token, and for a large batch with marks.
     """
     for experts, top_k in _ROUTERS:
         own, sizes = experts // 8, {"rows": 1, "top_k": top_k, "depth": 1, "device": "cpu", "all_experts": experts}

@@ -273,7 +273,10 @@ def page(results: Results) -> None:
 
 
 def _median(row: Mapping[str, Any], batch: int, value: Callable[[float, float], float]) -> float:
-    """Return the median over a row's runs of a function of planned and measured tokens per second."""
+    """Return the median over a row's runs of a function of two speeds.
+
+    They are the planned and the measured tokens per second.
+    """
     return statistics.median(value(run["planned"][str(batch)], run["measured"][str(batch)]) for run in row["runs"])
 
 

@@ -247,7 +247,10 @@ class TritonKernel:
         return tiles.on_tensor_cores(tokens)
 
     def _decode_of(self, shape: ExpertShape, precisions: frozenset[int]) -> Decode:
-        """Return how experts of few tokens are computed: down in the same way as gate and up."""
+        """Return how experts of few tokens are computed.
+
+        Down is computed in the same way as gate and up.
+        """
         gate_up, down = shape.codes(precisions)
         return min(self._decode, fastest_decode(gate_up.precisions | down.precisions, self._architecture))
 

@@ -106,7 +106,9 @@ def plan_large_batch_on_gpu(
 
 
 def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
-    """Return the experts of all tokens, of prompts' and of heavy hitters: [3, tokens, top_k], -1 for other tokens.
+    """Return the experts of all tokens, of prompts' and of heavy hitters.
+
+    The result is int [3, tokens, top_k], -1 for other tokens.
 
     Args:
         ids: int [tokens, top_k].
@@ -118,7 +120,10 @@ def counted_parts(ids: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
 
 
 def _count(parts: Tensor, weights: Tensor, rows: Tensor, scratch: Tensor, shape: LargeBatchShape, start: Start) -> None:
-    """Count the pairs of a step in one launch: [tokens, top_k], or all :func:`counted_parts`."""
+    """Count the pairs of a step in one launch.
+
+    Parts are int [tokens, top_k], or all :func:`counted_parts`.
+    """
     width = experts_width(shape.experts)
     warps, at_once = program_of(width)
     start(

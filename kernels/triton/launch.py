@@ -65,7 +65,10 @@ class Kinds(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """What launches of gate and up, or of down, are compiled for; see :class:`ExpertShape`."""
+    """What launches of gate and up, or of down, are compiled for.
+
+    See :class:`ExpertShape`.
+    """
 
     precisions: frozenset[int]  # bit-widths, or encodings' tags
     group_size: int  # of every section below 16 bits

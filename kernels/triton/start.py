@@ -67,7 +67,9 @@ def compile_kernel(
 
 
 class Given:
-    """What changes from one run of prepared launches to the next, read once for all of them.
+    """The arguments that prepared launches get anew in each run.
+
+    They are read once for all launches.
 
     Args:
         tensors: by name.
@@ -181,7 +183,10 @@ class PreparedLaunch:
 
 
 class Repeated:
-    """Sequences of launches that are prepared once, and repeated with other arguments of the same kinds."""
+    """Sequences of launches that are prepared once and repeated.
+
+    Arguments change, but not their kinds.
+    """
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[Hashable, int], list[PreparedLaunch]] = {}

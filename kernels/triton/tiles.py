@@ -112,7 +112,9 @@ class Tiles:
         return replace(self, decode_tokens=most, gate_up=gate_up, down=down)
 
     def of_large_batch(self, *, crowded: bool) -> "Tiles":
-        """Return these sizes for a large batch, with one class of experts if a single kernel suits all of them.
+        """Return these sizes for a large batch.
+
+        There is one class of experts if a single kernel suits all of them.
 
         Decode on tensor cores takes any number of tokens, 16 at a time; with weights in registers, tiles have 8 to 64
         tokens. Estimated by instructions: decode keeps more bytes in flight, so it is faster up to about eight tokens

@@ -20,7 +20,10 @@ _HIGH = tl.constexpr(HIGH)
 
 
 class CountUses:
-    """Runs ``count_uses`` on the device; from the second layer on with prepared launches."""
+    """Runs ``count_uses`` on the device.
+
+    From the second layer on its launches are prepared.
+    """
 
     def __init__(self) -> None:
         self._launches = Repeated()

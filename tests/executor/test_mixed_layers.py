@@ -208,9 +208,10 @@ def test_grids_of_other_bits_beside_each_other():
 
 
 def test_down_projections_in_a_format_of_their_own():
-    """Other bits, floats, other groups, and the same bits with other zeros and another order.
+    """Down projections may have formats of their own.
 
-    One layer's down projections are like its gate and up. The CPU worker of a device tells layers apart.
+    Other bits, floats, other groups, and the same bits with other zeros and another order are tried. One layer's
+    down projections are like its gate and up. The CPU worker of a device tells layers apart.
     """
     plain = make_experts(layers=5, bits=(4,), num_experts=8, hidden=96, intermediate=64)
     usual = replace(plain.formats[4], down=DownFormat(GRIDS[8], 32))

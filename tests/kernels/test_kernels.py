@@ -142,9 +142,9 @@ def test_a_token_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(isa
 @pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
 def test_two_blocks_in_a_piece_of_work_have_the_bits_of_single_ones(isa, encoding, activations):
-    """Pieces of gate and up have two blocks if there are many for each thread, so with many experts.
+    """Pieces of gate and up have two blocks if threads have many pieces.
 
-    Three blocks of gate and up, and five of down: the last one is by itself.
+    So there are many experts. Three blocks of gate and up, and five of down: the last one is by itself.
     """
     x, kernel = random_tokens(1, 300, torch.bfloat16), CpuKernel(isa=isa, activations=activations, threads=1)
     experts = [random_expert(300, 150, encoding, bias=True, seed=seed) for seed in range(6)]

@@ -1,4 +1,4 @@
-"""The launches of a large batch's layer on a card, without a GPU or the interpreter."""
+"""The launches of a large batch's layer on a card, without a GPU."""
 
 import json
 import os
@@ -97,7 +97,10 @@ def test_encodings_without_a_kernel_for_all_sizes_have_a_pair_for_each_class_tha
 
 
 def test_what_a_policy_never_has_is_not_launched(launches):
-    """``exact`` admits and streams, ``on-demand`` admits nothing, ``dynaexq`` neither and counts uses."""
+    """``exact`` admits and streams, ``on-demand`` only streams.
+
+    ``dynaexq`` does neither and counts uses.
+    """
     counts = {name: Counter(launches[f"{name}, 200"]) for name in ("exact", "on-demand", "dynaexq")}
     # 12 of 16 experts in groups of 8; and the next layer's, copied ahead.
     assert counts["exact"]["copy_spans_kernel"] == 1 + 2 + 1

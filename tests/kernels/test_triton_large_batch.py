@@ -75,7 +75,7 @@ def test_sizes_of_models(experts, top_k, tokens, nested):
 
 @pytest.mark.parametrize(("experts", "own", "top_k", "tokens"), [(1024, 128, 10, 40), (33, 11, 4, 700)])
 def test_sizes_of_ranks(experts, own, top_k, tokens):
-    """Precision is chosen among the experts of all ranks, with marks of prompts and without."""
+    """Precision is chosen among all ranks' experts, with and without marks."""
     quotas, numbers = {LOW: [own // 2] * LAYERS, HIGH: [own // 4] * LAYERS}, numbers_of(experts, own)
     for high_by in ("threshold", "depth"):
         policy = Dymoe(retention=0.5, high_by=high_by)

@@ -62,7 +62,7 @@ class CardParts(Parts):
 
 @contextmanager
 def no_launches() -> Iterator[list[str]]:
-    """Context in which launches do nothing; yields the list of their kernels' names, in order."""
+    """Context in which launches do nothing; yields their kernels' names."""
 
     def compile_nothing(kernel: Any, key: Any, signature: Any, device: int, *rest: Any, **others: Any) -> _Compiled:
         compiled = _Compiled(kernel.__name__)

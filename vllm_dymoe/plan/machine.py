@@ -262,9 +262,10 @@ def _fastest(action: Callable[[], object], times: int = 5) -> float:
 
 
 def random_weight_bytes(memory: int) -> int:
-    """Return how many bytes of random weights to time: twice what the largest cache holds.
+    """Return how many bytes of random weights to time.
 
-    A server's last cache can hold half a gigabyte, and a model's weights are read from memory.
+    They are twice what the largest cache holds. A server's last cache can hold half a gigabyte, but a model's weights
+    are read from memory.
 
     Args:
         memory: available bytes, a sixteenth of which is the limit.

@@ -57,7 +57,7 @@ class LargeBatchShape:
 
     @property
     def crowded(self) -> bool:
-        """Whether experts have more than eight tokens on average, if all of them are active."""
+        """Whether active experts have more than eight tokens on average."""
         return self.positions > _FEW * self.experts
 
     @property
@@ -145,7 +145,10 @@ class LargeBatchWork:
 
 
 def crowded_tokens(top_k: int, experts: int) -> int:
-    """Return the fewest tokens of a step that :attr:`LargeBatchShape.crowded` holds for."""
+    """Return the fewest tokens of a step for which it is crowded.
+
+    See :attr:`LargeBatchShape.crowded`.
+    """
     return _FEW * experts // top_k + 1
 
 

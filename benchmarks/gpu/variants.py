@@ -94,7 +94,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
     **dict.fromkeys(("mma_grouped_gate_up", "mma_grouped_down"), _IN_REGISTERS),
     **{name: (name,) for name in ("rotate", "combine", "place")},
-    "decide": ("planner",),
+    **dict.fromkeys(("decide", "choose"), ("planner",)),
     "copy_spans": ("spans",),
     **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
     "popularity": ("popularity",),

@@ -338,10 +338,16 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
 
 
 def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
-    """The rates of dense layers at 16 and at 8 bits, with ``nbytes`` at 8 bits."""
+    """The rates of dense layers at 16 and at 8 bits.
+
+    Between two uses of a matrix the others of a token are read, which may evict it from the caches. So matrices have as
+    many bytes (at 8 bits) as a token reads with its experts (at 4), and ``nbytes`` at most.
+    """
     columns, found = probe.hidden, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
-    count = max(1, min(probe.layers, nbytes // (_MATRICES * rows * columns))) * _MATRICES
+    of_experts = 3 * probe.top_k * probe.hidden * probe.intermediate * _BITS // 8
+    of_token = probe.layers * (_MATRICES * rows * columns + of_experts)
+    count = max(1, min(of_token, nbytes) // (_MATRICES * rows * columns)) * _MATRICES
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(columns, generator=generator).bfloat16()
     plain = [row.repeat(rows, 1) for _ in range(count)]

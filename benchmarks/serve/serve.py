@@ -106,6 +106,8 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
             mine = found[at * len(BATCHES) : (at + 1) * len(BATCHES)]
             measured = dict(zip(map(str, BATCHES), mine, strict=True))
             runs[json.dumps(of)].append({"measured": measured, "planned": planned(machines[-1], model, of)})
+    if not machines:
+        return False
     start = choose(machines[0], model, Asked(max_model_len=LENGTH))
     settled = {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
     kept = [

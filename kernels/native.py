@@ -91,7 +91,9 @@ class CacheTable(Structure):
     )
 
 
-ROUTING_FIELDS = "layer tokens top_k wide_ids ids weights x into marks actions versions observed weights_on_input threads"
+ROUTING_FIELDS = (
+    "layer tokens top_k wide_ids ids weights x into marks actions versions observed weights_on_input threads"
+)
 _ROUTING = struct.Struct(f"={len(ROUTING_FIELDS.split())}q")
 
 

@@ -9,7 +9,6 @@ fetches the expert.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch

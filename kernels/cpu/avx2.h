@@ -38,27 +38,19 @@ INLINE void store_rows(float* out, int v, F of_rows) {
 }
 
 struct Packed { __m256i of[STEP]; };  // one column each
-template <class Column> INLINE Packed columns(Column column) {
-    Packed p;
-    unroll<STEP>([&](auto c) LAMBDA { p.of[c] = column(c); });
-    return p;
-}
+struct Shifted { Packed packed; int bits; };
+struct Merged { Packed high, low; int second; };
 INLINE Packed packed(const uint8_t* p) {
-    return columns([&](auto c) LAMBDA { return _mm256_loadu_si256((const __m256i*)(p + 32 * c)); });
+    Packed columns;
+    unroll<STEP>([&](auto c) LAMBDA { columns.of[c] = _mm256_loadu_si256((const __m256i*)(p + 32 * c)); });
+    return columns;
 }
-INLINE Packed shifted(Packed p, int bits) {
-    return columns([&](auto c) LAMBDA { return _mm256_srl_epi16(p.of[c], _mm_cvtsi32_si128(bits)); });
-}
+INLINE Shifted shifted(Packed p, int bits) { return {p, bits}; }
+INLINE Merged merged(Packed high, Packed low, int second) { return {high, low, second}; }
+
 INLINE __m256i choose_bits(int mask, __m256i yes, __m256i no) {
     const __m256i bits = _mm256_set1_epi8((char)mask);
     return _mm256_or_si256(_mm256_and_si256(bits, yes), _mm256_andnot_si256(bits, no));
-}
-// Two bits of each half of a byte, and two more below them.
-INLINE Packed merged(Packed high, Packed low, int second) {
-    return columns([&](auto c) LAMBDA {
-        const __m256i h = high.of[c], l = low.of[c];
-        return second ? choose_bits(0xcc, h, _mm256_srli_epi16(l, 2)) : choose_bits(0xcc, _mm256_slli_epi16(h, 2), l);
-    });
 }
 INLINE __m256i side_by_side(Packed p, int i) {  // rows from 4 * PER_Q * i on, and in the upper halves of bytes 32 more
     auto two = [&](int c) LAMBDA {
@@ -67,7 +59,12 @@ INLINE __m256i side_by_side(Packed p, int i) {  // rows from 4 * PER_Q * i on, a
     if (STEP == 2) return two(0);
     return i & 1 ? _mm256_unpackhi_epi16(two(0), two(STEP - 2)) : _mm256_unpacklo_epi16(two(0), two(STEP - 2));
 }
-template <int MASK, bool LEVEL, int R> INLINE void split(Packed p, int first, Q* out) {
+INLINE __m256i side_by_side(Shifted p, int i) { return _mm256_srl_epi16(side_by_side(p.packed, i), _mm_cvtsi32_si128(p.bits)); }
+INLINE __m256i side_by_side(Merged p, int i) {  // two bits of each half of a byte, and two more below them
+    const __m256i high = side_by_side(p.high, i), low = side_by_side(p.low, i);
+    return p.second ? choose_bits(0xcc, high, _mm256_srli_epi16(low, 2)) : choose_bits(0xcc, _mm256_slli_epi16(high, 2), low);
+}
+template <int MASK, bool LEVEL, int R, class Bytes> INLINE void split(Bytes p, int first, Q* out) {
     for (int i = 0; i < R / 2; i++) {
         const __m256i rows = side_by_side(p, first / 2 + i), mask = _mm256_set1_epi8(MASK);
         out[2 * i] = MASK == UNCUT ? rows : _mm256_and_si256(rows, mask);

@@ -23,17 +23,18 @@ from vllm_dymoe.kernels.activation import Activation, Curve
 from vllm_dymoe.kernels.sources import digest
 
 ISAS = {
-    "AMX": (4, "AMX"),
-    "AVX512_BF16": (3, "AVX-512 with BF16"),
-    "AVX512": (2, "AVX-512"),
+    "AMX": (5, "AMX"),
+    "AVX512_BF16": (4, "AVX-512 with BF16"),
+    "AVX512": (3, "AVX-512"),
+    "AVX2_VNNI": (2, "AVX2 with VNNI"),
     "AVX2": (1, "AVX2"),
     "NEON_I8MM": (-2, "NEON with i8mm"),
     "NEON_DOTPROD": (-1, "NEON with dotprod"),
     "DEFAULT": (0, "portable vectors"),
 }
 """Number and name of each instruction set, by torch's name for it, so that variables that restrict torch restrict
-the library, too. With AVX512 torch uses BF16 and AMX if the CPU has them. If torch names none of these, as on ARM,
-the library looks for NEON.
+the library, too. With AVX512 torch uses BF16 and AMX if the CPU has them, and the library VNNI with AVX2. If torch
+names none of these, as on ARM, the library looks for NEON.
 """
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 SOURCES = Path(__file__).parent / "cpu"
@@ -290,7 +291,7 @@ def load(isa: str | None = None) -> Library | None:
     """
     built = Path(__file__).parent / "_cpu.so"
     used = torch.backends.cpu.get_cpu_capability()
-    largest = isa or {"AVX512": "AMX", "AVX2": "AVX2"}.get(used, "NEON_I8MM")
+    largest = isa or {"AVX512": "AMX", "AVX2": "AVX2_VNNI"}.get(used, "NEON_I8MM")
     return Library(built, largest) if built.exists() else None
 
 

@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument("--codes", nargs="+", default=CODES, choices=CODES)
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--isa", help="AMX, AVX512_BF16, AVX512, AVX2 or DEFAULT; the processor's best if left out")
+    parser.add_argument(
+        "--isa", help="AMX, AVX512_BF16, AVX512, AVX2_VNNI, AVX2 or DEFAULT; by default the processor's best"
+    )
     parser.add_argument("--activations", type=int, default=16, choices=(16, 8))
     parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--busy", action="store_true", help="one thread, by its processor time: others use the machine")

@@ -66,25 +66,5 @@ template <int R> INLINE void whole_bytes(Packed high, Packed low, int first, Q* 
     }
 }
 
-// wide[t] = sums over WIDTH columns of the codes in R registers times (256 * high + low) of token t.
-template <int WIDTH, int SPAN, int N, int R, int DIGITS, class Fetch, class Row>
-INLINE void exact_sums(Fetch fetch, const Row* x, int64_t column, I (*wide)[R]) {
-    __m512i low[N * R], high[N * R];
-    unroll<N * R>([&](auto i) LAMBDA { low[i] = high[i] = _mm512_setzero_si512(); });
-    for (int64_t c = column; c < column + WIDTH; c += STEP) {
-        Q q[R];
-        fetch(c, q);
-        unroll<N>([&](auto t) LAMBDA {
-            // Written out, because GCC copies the builtin's sum around.
-            auto add = [&](const int8_t* digits, __m512i* sums) LAMBDA {
-                int four;
-                memcpy(&four, digits + c, 4);
-                const __m512i factor = _mm512_set1_epi32(four);
-                unroll<R>([&](auto r) LAMBDA { asm("vpdpbusd %2, %1, %0" : "+v"(sums[t * R + r]) : "v"(q[r]), "v"(factor)); });
-            };
-            add(x[t].low, low);
-            if constexpr (DIGITS == 2) add(x[t].high, high);
-        });
-    }
-    unroll<N * R>([&](auto i) LAMBDA { wide[i / R][i % R] = DIGITS == 2 ? (I)low[i] + ((I)high[i] << 8) : (I)low[i]; });
-}
+#define ADD_PRODUCTS(sum, codes, factor) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(factor))
+#include "vnni.h"

@@ -31,6 +31,9 @@
 
 #if defined(__x86_64__) && !defined(ONLY_PORTABLE)
 #define X86
+#if __GNUC__ >= 11
+#define AVX_VNNI_KNOWN
+#endif
 #endif
 
 #ifdef X86
@@ -123,6 +126,15 @@ namespace avx2 {
 #include "body.h"
 #include "nearest.h"
 }
+#ifdef AVX_VNNI_KNOWN
+#define VNNI
+namespace avx2_vnni {  // has the bits of avx2, whose other functions serve it, too
+#include "avx2.h"
+#include "rotation.h"
+#include "body.h"
+}
+#undef VNNI
+#endif
 #pragma GCC pop_options
 #elif defined(NEON)
 #ifdef __clang__
@@ -164,7 +176,7 @@ namespace portable {  // NEON of every ARM processor, SSE2 on x86-64
 #include "nearest.h"
 }
 
-enum Isa { NEON_I8MM = -2, NEON_DOTPROD, PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
+enum Isa { NEON_I8MM = -2, NEON_DOTPROD, PORTABLE, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, AMX };
 using Body = void (*)(void*);
 using Parallel = void (*)(Body, void*, unsigned, unsigned);
 
@@ -188,6 +200,9 @@ API int dymoe_supports(int isa) {
     if (isa == AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+#ifdef AVX_VNNI_KNOWN
+    if (isa == AVX2_VNNI) return __builtin_cpu_supports("avxvnni") && dymoe_supports(AVX2);
+#endif
     if (isa == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
 #elif defined(NEON)  // bits that Linux will not change; the C library may not know the second
     if (isa == NEON_DOTPROD) return getauxval(AT_HWCAP) >> 20 & 1;
@@ -199,7 +214,10 @@ API int dymoe_supports(int isa) {
 static Body body_of(int isa, bool sum) {
 #ifdef X86
     if (isa >= AVX512) return sum ? avx512::weighted_sum : avx512::work;
-    if (isa == AVX2) return sum ? avx2::weighted_sum : avx2::work;
+#ifdef AVX_VNNI_KNOWN
+    if (isa == AVX2_VNNI && !sum) return avx2_vnni::work;
+#endif
+    if (isa >= AVX2) return sum ? avx2::weighted_sum : avx2::work;
 #elif defined(NEON)
     if (isa == NEON_I8MM) return sum ? neon_i8mm::weighted_sum : neon_i8mm::work;
     if (isa == NEON_DOTPROD) return sum ? neon_dotprod::weighted_sum : neon_dotprod::work;
@@ -242,7 +260,7 @@ API void dymoe_weighted_sum(Sum* sum, int isa, Parallel parallel) {
 API void dymoe_round_block(Rounding* block, int isa) {
 #ifdef X86
     if (isa >= AVX512) return avx512::round_block(block);
-    if (isa == AVX2) return avx2::round_block(block);
+    if (isa >= AVX2) return avx2::round_block(block);
 #elif defined(NEON)
     if (isa == NEON_I8MM) return neon_i8mm::round_block(block);
     if (isa == NEON_DOTPROD) return neon_dotprod::round_block(block);

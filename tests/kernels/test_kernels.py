@@ -1,6 +1,9 @@
 """Every kernel against the float64 reference."""
 
+import os
+import re
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -183,18 +186,47 @@ def test_tiles_have_the_bits_of_vectors(emulated, monkeypatch, encoding, activat
         assert torch.equal(tiles, vectors), tokens
 
 
-@pytest.mark.parametrize("isa", [isa for isa in NATIVE if str(isa.values[0]).startswith("NEON")])
+SAME_BITS = {"AVX2_VNNI": "AVX2", "NEON_I8MM": "DEFAULT", "NEON_DOTPROD": "DEFAULT"}
+
+
+@pytest.mark.parametrize("isa", [isa for isa in NATIVE if isa.values[0] in SAME_BITS])
 @pytest.mark.parametrize("encoding", [*KINDS.values(), *LATTICES.values()], ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("activations", [16, 8])
-def test_neon_has_the_bits_of_portable_vectors(isa, encoding, activations):
-    """Both have vectors of one width, so floats are added in the same order.
+def test_instruction_sets_with_vectors_of_one_width_have_the_same_bits(isa, encoding, activations):
+    """Both add floats in the same order.
 
     Sums of integers are exact.
     """
     expert, rows = random_expert(150, 100, encoding, bias=True), list(range(7))
     x, work = random_tokens(7, 150, torch.bfloat16), [expert.work(rows, rows)]
-    neon, portable = (compute(CpuKernel(isa=some, activations=activations), x, work, 7) for some in (isa, "DEFAULT"))
-    assert torch.equal(neon, portable)
+    sets = isa, SAME_BITS[isa]
+    got, want = (compute(CpuKernel(isa=some, activations=activations), x, work, 7) for some in sets)
+    assert torch.equal(got, want)
+
+
+def processor_has(*flags):
+    known = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return known is not None and set(flags) <= set(known[1].split())
+
+
+AVX2 = {"avx2", "fma", "bmi2"}
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512vbmi"}
+
+
+@pytest.mark.skipif(native.load() is None or not processor_has(*AVX2), reason="no native library, or no AVX2")
+@pytest.mark.parametrize(("isa", "flags"), [("AVX512", AVX512), ("AVX2_VNNI", AVX2 | {"avx_vnni"}), ("AVX2", AVX2)])
+def test_an_instruction_set_is_used_where_the_processor_has_it(isa, flags):
+    assert runs(isa) == processor_has(*flags)
+
+
+@pytest.mark.skipif(native.load() is None or not processor_has(*AVX2), reason="no native library, or no AVX2")
+def test_without_avx512_the_library_uses_avx2_with_vnni_if_there_is_one():
+    """As on Intel's processors for desktops since the 12th generation, and on older ones."""
+    code = "from vllm_dymoe.kernels import native; print(native.load().name)"
+    path = str(Path(__file__).parents[1] / "support/without_avx512")
+    command = [sys.executable, "-c", code]
+    held = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert held.stdout.strip() == ("AVX2 with VNNI" if processor_has("avx_vnni") else "AVX2")
 
 
 @pytest.mark.parametrize("isa", NATIVE)

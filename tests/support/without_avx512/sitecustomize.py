@@ -2,7 +2,8 @@
 
     PYTHONPATH=<this folder> python ...
 
-This limits torch, oneDNN, numba, and vLLM's choice of a build. Python itself imports this file in every process, child
+This limits torch, oneDNN, numba, and vLLM's choice of a build. The native library still uses AVX2 with VNNI if the CPU
+has it, as on Intel's processors for desktops. Python itself imports this file in every process, child
 processes included.
 """
 

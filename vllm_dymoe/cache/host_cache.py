@@ -7,6 +7,7 @@ from the disk, as many slices at the same time as is fastest.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
 from vllm_dymoe.cache.host_slots import HostSlots
+from vllm_dymoe.cache.pages import touch
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
@@ -23,7 +25,7 @@ from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.ticket import Ticket, TransferError
-from vllm_dymoe.cgroups import usable_cores
+from vllm_dymoe.cgroups import cores_of_process, usable_cores
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
 
@@ -199,13 +201,13 @@ class HostCache(HostStore):
             if found:
                 self._check_found(key, packed)
             else:
+                touch(packed)  # now, and not while its read occupies the disk
                 self.files.read_into(key, packed)
             return packed.numel()
 
         there = self.slots.assign_all()
         try:
-            # Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
-            with self.files.reading_all(), ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
+            with self.files.reading_all(), self._threads() as pool:
                 for nbytes in pool.map(read, there):
                     progress(nbytes)
             if self._shared is not None:
@@ -215,6 +217,15 @@ class HostCache(HostStore):
             self.close()
             raise
         self.whole = True
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """Return threads that keep disk and cores busy while everything is read.
+
+        Touching, reading and verifying release the interpreter lock.
+        """
+        cores = cores_of_process()
+        threads = self.files.depth + min(8, usable_cores(len(cores)))
+        return ThreadPoolExecutor(threads, initializer=os.sched_setaffinity, initargs=(0, cores))
 
     def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:
         """Verify a slice that another process has filled, by the store's checksums."""

@@ -14,7 +14,6 @@ import torch
 
 from tests.cache.store.locks import RecordedLock
 from tests.cache.store.stores import damage, read, write
-from tests.cache.test_pages import resident
 from tests.executor.device_planned import run_device_planned, run_on_card
 from tests.executor.steps import STEPS, make_server, run
 from tests.small_model import make_experts
@@ -104,21 +103,6 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_score(make_host_cac
     for key in hot:
         read(host_cache, key)
     assert host_cache.files.counts.reads == before, "the hottest stay"
-
-
-def test_memory_is_taken_before_a_read_that_fills_it(folder, monkeypatch):
-    """Otherwise the system would zero it while the read occupies the disk."""
-    host_cache, read_into, missing = HostCache(FileStore(folder), share(1), fills=True), FileStore.read_into, []
-
-    def noted(self, key, destination):
-        missing.append(destination.numel() - min(destination.numel(), resident(destination)))
-        read_into(self, key, destination)
-
-    monkeypatch.setattr(FileStore, "read_into", noted)
-    assert not any(resident(arena.memory) for pool in host_cache.slots.pools for arena in pool.arenas)
-    host_cache.fill()
-    assert missing == [0] * len(list(all_keys(EXPERTS)))
-    host_cache.close()
 
 
 def test_a_bound_caller_reads_everything_on_all_cores(make_host_cache, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 
 from vllm_dymoe import cgroups
 from vllm_dymoe.cache import pages
-from vllm_dymoe.cache.pages import drop_pages, map_bytes, prefer_node, several_nodes, touch, whole_pages
+from vllm_dymoe.cache.pages import drop_pages, map_bytes, prefer_node, several_nodes, whole_pages
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20
@@ -64,15 +64,6 @@ def test_pages_can_go_before_the_tensors_do():
     assert resident(memory) == 0
     assert not memory.any()
     drop_pages(map_bytes(0))  # an empty mapping has no pages
-
-
-@pytest.mark.parametrize("nbytes", [1, PAGE, 5 * PAGE + 1, 9 * MIB + 5])
-def test_touched_memory_has_its_pages_and_zeros(nbytes):
-    memory = map_bytes(nbytes)
-    assert resident(memory) == 0
-    touch(memory)
-    assert resident(memory) >= nbytes
-    assert not memory.any()
 
 
 def test_too_much_is_an_error_and_no_crash():

@@ -17,7 +17,6 @@ import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
 from vllm_dymoe.cache.host_slots import HostSlots
-from vllm_dymoe.cache.pages import touch
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.page_lock import CudaPageLock
@@ -201,7 +200,6 @@ class HostCache(HostStore):
             if found:
                 self._check_found(key, packed)
             else:
-                touch(packed)  # now, and not while its read occupies the disk
                 self.files.read_into(key, packed)
             return packed.numel()
 
@@ -221,10 +219,10 @@ class HostCache(HostStore):
     def _threads(self) -> ThreadPoolExecutor:
         """Return threads that keep disk and cores busy while everything is read.
 
-        Touching, reading and verifying release the interpreter lock.
+        Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
         """
         cores = cores_of_process()
-        threads = self.files.depth + min(8, usable_cores(len(cores)))
+        threads = max(self.files.depth, min(8, usable_cores(len(cores))))
         return ThreadPoolExecutor(threads, initializer=os.sched_setaffinity, initargs=(0, cores))
 
     def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:

@@ -88,14 +88,6 @@ def map_bytes(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
-def touch(memory: torch.Tensor) -> None:
-    """Take the pages of fresh memory from the system, which zeroes them.
-
-    ``memory`` begins with a page. Other threads run meanwhile.
-    """
-    memory[:: mmap.PAGESIZE].zero_()
-
-
 def drop_pages(memory: torch.Tensor) -> None:
     """Free the pages of ``map_bytes`` at once.
 

@@ -30,6 +30,19 @@ def usable_cores(cores: int | None = None) -> int:
     return cores
 
 
+def cores_of_process() -> set[int]:
+    """Return the cores on which any thread of this process may run.
+
+    vLLM's CPU worker binds each of its threads to one core, and threads that it starts would inherit that core.
+    """
+    cores = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                cores |= os.sched_getaffinity(int(task))
+    return cores
+
+
 def groups() -> Iterator[Path]:
     """Yield the control groups that may limit this process.
 

@@ -399,8 +399,9 @@ def _fills(of: Mapping[str, Any]) -> str:
     return (
         f"{of['layers']} layers, {of['nbytes'] / 1e9:.1f} GB:\n\n{markdown(heads, lines)}\n\n"
         f"Filling takes {statistics.median(ratios):.2f} times as long as reading (median); the aim is {MOST}. Reading "
-        "uses the same 32 MB again and again; a start has to take its memory from the system, which on this virtual "
-        "machine takes longer than reading."
+        "uses the same 32 MB again and again; a start has to take its memory from the system. This virtual machine "
+        "returns free memory to its host, and what comes back costs more than reading "
+        "([LOG.md](../LOG.md#filling-memory-at-start-without-touching-it-before))."
     )
 
 

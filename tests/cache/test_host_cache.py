@@ -3,6 +3,7 @@
 This holds for any order of requests.
 """
 
+import os
 import random
 import threading
 from dataclasses import replace
@@ -102,6 +103,25 @@ def test_what_fits_is_read_once_and_what_does_not_is_kept_by_score(make_host_cac
     for key in hot:
         read(host_cache, key)
     assert host_cache.files.counts.reads == before, "the hottest stay"
+
+
+def test_a_bound_caller_reads_everything_on_all_cores(make_host_cache, monkeypatch):
+    host_cache, read_into, found, free = make_host_cache(share(1)), FileStore.read_into, set(), threading.Event()
+
+    def noted(*arguments):
+        found.add(frozenset(os.sched_getaffinity(0)))
+        read_into(*arguments)
+
+    monkeypatch.setattr(FileStore, "read_into", noted)
+    cores = os.sched_getaffinity(0)
+    threading.Thread(target=free.wait).start()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        host_cache.fill()
+    finally:
+        os.sched_setaffinity(0, cores)
+        free.set()
+    assert found == {frozenset(cores)}
 
 
 def test_all_that_a_step_needs_is_read_at_once(make_host_cache, monkeypatch):

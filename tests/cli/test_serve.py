@@ -114,6 +114,9 @@ def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):
     for changed in (["--retune"], ["--max-model-len", "4096"]):
         with pytest.raises(pytest.fail.Exception, match="chosen again"):
             command("serve", folder, "--port", "8001", "--dry-run", *changed)
+    (folder / "config.json").write_text(json.dumps(QWEN3_30B | {"vocab_size": 1000}))
+    with pytest.raises(pytest.fail.Exception, match="chosen again"):
+        command("serve", folder, "--port", "8001", "--dry-run")
     assert len(started) == 1
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as some
 from tests.plan.test_plan import MIXTRAL, QWEN3_30B
 from vllm_dymoe.experts.encoding import FP8, NVFP4
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan import machine as plan_machine
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
 from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, random_weight_bytes, read_machine
@@ -57,6 +58,8 @@ def test_a_gpu_gets_a_policy_a_context_and_a_chunk(on_desktop):
     assert 4096 <= length <= QWEN.shape.longest
     assert "expert_budget" not in on_desktop.options, "what is left is known at start only"
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_desktop.environment
+    lines = [subject for subject, *_ in on_desktop.reasons if subject != "note"]
+    assert len(lines) == 8, "ten lines with the machine and the expected speed"
     assert {subject for subject, *_ in on_desktop.reasons} >= {"policy", "precision", "misses", "KV cache", "context"}
 
 
@@ -171,6 +174,22 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
         machine_here(probe, kept, retune=True)
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         machine_here(replace(probe, hidden=512), kept)
+
+
+@pytest.mark.parametrize("changed", ["card", "driver", "disk"])
+def test_rates_are_those_of_one_card_driver_and_disk(tmp_path, monkeypatch, changed):
+    probe, card = Probe("store", 256, 64, 2, 8, 2, 1), tmp_path / "gpus" / "0000:01:00.0"
+    card.mkdir(parents=True)
+    places = {"card": card / "information", "driver": tmp_path / "version", "disk": tmp_path / "disk"}
+    for path in places.values():
+        path.write_text("the first")
+    monkeypatch.setattr(plan_machine, "_CARDS", card.parent)
+    monkeypatch.setattr(plan_machine, "_DRIVER", places["driver"])
+    monkeypatch.setattr(plan_machine, "storage_of", lambda folder: places["disk"].read_text())
+    before = probe.key
+    assert probe.key == before
+    places[changed].write_text("another one")
+    assert probe.key != before
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [

@@ -248,6 +248,28 @@ def test_weights_that_can_only_be_sampled_as_files_make_a_difference(tmp_path):
     assert content_fingerprint(tmp_path) == ""
 
 
+def test_all_samples_are_asked_for_before_the_first_is_waited_for(model, monkeypatch):
+    """A disk that reads one sample at a time would delay every start by seconds."""
+    calls, advise, read = [], os.posix_fadvise, os.pread
+
+    def advised(file, begin, nbytes, advice):
+        calls.append(("asked", begin, nbytes))
+        assert nbytes > 0, "0 would mean the rest of the file"
+        advise(file, begin, nbytes, advice)
+
+    def sampled(file, nbytes, begin):
+        calls.append(("read", begin, nbytes))
+        return read(file, nbytes, begin)
+
+    checkpoint = Checkpoint.open(model.folder)
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(os, "pread", sampled)
+    checkpoint.fingerprint()
+    asked = [what for call, *what in calls if call == "asked"]
+    assert [what for call, *what in calls if call == "read"] == asked
+    assert [call for call, *_ in calls] == ["asked"] * len(asked) + ["read"] * len(asked)
+
+
 def test_a_link_to_absent_is_a_sentence(model, tmp_path):
     (model.folder / "model.safetensors").rename(tmp_path / "packed")
     (model.folder / "model.safetensors").symlink_to(tmp_path / "gone")

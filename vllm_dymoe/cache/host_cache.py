@@ -7,6 +7,7 @@ from the disk, as many slices at the same time as is fastest.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.ticket import Ticket, TransferError
-from vllm_dymoe.cgroups import usable_cores
+from vllm_dymoe.cgroups import cores_of_process, usable_cores
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
 from vllm_dymoe.units import size
 
@@ -204,8 +205,7 @@ class HostCache(HostStore):
 
         there = self.slots.assign_all()
         try:
-            # Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
-            with self.files.reading_all(), ThreadPoolExecutor(max(self.files.depth, min(8, usable_cores()))) as pool:
+            with self.files.reading_all(), self._threads() as pool:
                 for nbytes in pool.map(read, there):
                     progress(nbytes)
             if self._shared is not None:
@@ -215,6 +215,15 @@ class HostCache(HostStore):
             self.close()
             raise
         self.whole = True
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """Return threads that keep disk and cores busy while everything is read.
+
+        Reading and verifying both release the interpreter lock, so threads help even if the files are in memory.
+        """
+        cores = cores_of_process()
+        threads = max(self.files.depth, min(8, usable_cores(len(cores))))
+        return ThreadPoolExecutor(threads, initializer=os.sched_setaffinity, initargs=(0, cores))
 
     def _check_found(self, key: SliceKey, packed: torch.Tensor) -> None:
         """Verify a slice that another process has filled, by the store's checksums."""

@@ -7,7 +7,7 @@ before any weight is read.
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -507,6 +507,14 @@ def _parts(path: Path) -> list[TensorPlace]:
     ]
 
 
+def _samples(place: TensorPlace) -> Iterator[tuple[int, int]]:
+    """Yield the first byte and the number of bytes of each sample of a tensor."""
+    parts = place.shape[0] if len(place.shape) == 3 else 1
+    size = place.nbytes // max(1, parts)
+    for part in range(parts if size else 0):
+        yield place.begin + part * size + max(0, size - _SAMPLE_BYTES) // 2, min(size, _SAMPLE_BYTES)
+
+
 def _sampled(places: Sequence[TensorPlace]) -> str:
     """Return sixteen hex digits of names, shapes and a sample of each tensor.
 
@@ -515,17 +523,19 @@ def _sampled(places: Sequence[TensorPlace]) -> str:
     """
     digest, path = hashlib.sha256(), Path()
     files: dict[Path, int] = {}
+    ordered = sorted(places, key=lambda place: place.name)
     try:
-        for place in sorted(places, key=lambda place: place.name):
+        for place in ordered:  # the disk reads many samples at once, while the first is waited for
             path = place.path
             if path not in files:
                 files[path] = open_regular(path)
+            for begin, nbytes in _samples(place):
+                os.posix_fadvise(files[path], begin, nbytes, os.POSIX_FADV_WILLNEED)
+        for place in ordered:
+            path = place.path
             digest.update(f"{place.name} {place.dtype} {place.shape}".encode())
-            parts = place.shape[0] if len(place.shape) == 3 else 1
-            size = place.nbytes // max(1, parts)
-            for part in range(parts):
-                middle = place.begin + part * size + max(0, size - _SAMPLE_BYTES) // 2
-                digest.update(os.pread(files[path], min(size, _SAMPLE_BYTES), middle))
+            for begin, nbytes in _samples(place):
+                digest.update(os.pread(files[path], nbytes, begin))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); download it again.") from error
     finally:

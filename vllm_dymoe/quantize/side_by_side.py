@@ -3,7 +3,6 @@
 Quantizing is many small operations, too small to be split.
 """
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_dymoe.cgroups import usable_cores
+from vllm_dymoe.cgroups import cores_of_process, usable_cores
 
 # Memory of waiting and running pieces; it keeps a machine with many cores below 2 GiB in addition to the packed
 # experts.
@@ -61,16 +60,11 @@ class SideBySide:
 
 def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
     """Return threads whose tensor operations stay on one core, and their number."""
-    cores = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):  # cores on which any thread of this process may run
-            with contextlib.suppress(OSError):  # the thread has ended
-                cores |= os.sched_getaffinity(int(task))
+    cores = cores_of_process()
     count = usable_cores(len(cores))
     started = threading.Barrier(count)
 
     def start() -> None:
-        # vLLM's CPU worker is bound to one core, and threads that it starts would be, too.
         os.sched_setaffinity(0, cores)
         torch.get_num_threads()  # from here on this thread has its own number
         started.wait()

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm.model_executor.layers.fused_moe.router import router_factory
+import torch
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, router_factory, zero_expert_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.e2e.architectures import ARCHITECTURES, EXAONE_MOE, GEMMA4, QWEN3_NEXT, Architecture
@@ -180,8 +181,15 @@ MORE = {
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
             "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
         },
+        # vLLM 0.32 loads published names to where its layers had experts before.
+        renamed=("ffn.experts.mlp", "ffn.experts.routed_experts.mlp"),
     ),
-    "hy-v4": Architecture("HYV4Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
+    "hy-v4": Architecture(
+        "HYV4Config",
+        _MOE | _MLA | _DENSE_FIRST | _ATTENTION | {"q_lora_rank": 64},
+        left_out=r"\.indexer\.",
+    ),
+    "deepseek-v3.2": Architecture("DeepseekV32Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
     "minimax-m3": Architecture(
         "MiniMaxM3VLTextConfig",
         _MOE | _DENSE_FIRST | {"rotary_dim": 16, "intermediate_size": 96, "dense_intermediate_size": 192},
@@ -193,6 +201,7 @@ MORE = {
 MORE["qwen3-moe-128"] = replace(
     ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
 )
+MORE["transformers"] = replace(ARCHITECTURES["qwen3-moe"], settings={"model_impl": "transformers"})
 QUANTIZED = (
     "gpt-oss:mxfp4",
     *(f"qwen3-moe:{kind}" for kind in FLOATS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
@@ -204,6 +213,7 @@ QUANTIZED = (
     *(f"qwen3-moe:{kind}" for kind in INTEGERS),
     *(f"qwen3-next:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
+    "deepseek-v4:mxfp4-deepseek-v4",
 )
 
 
@@ -212,10 +222,11 @@ MODELS: dict[str, Any] = MORE | ARCHITECTURES | HANDMADE | PICTURES
 
 
 @contextlib.contextmanager
-def sigmoid_routers() -> Iterator[None]:
-    """Let vLLM's CPU build route by sigmoids without groups of experts.
+def plain_routers() -> Iterator[None]:
+    """Let vLLM's CPU build route as it does on GPUs.
 
-    It supports sigmoids only within groups, so all experts become one group, which gives the same routing.
+    It supports sigmoids only within groups, so all experts become one group, which gives the same routing. LongCat's
+    router, some of whose experts return their input, is written in torch.
     """
 
     def router(**settings: Any) -> CPURouter:
@@ -224,8 +235,41 @@ def sigmoid_routers() -> Iterator[None]:
             settings |= {} if settings["use_grouped_topk"] else grouped
         return CPURouter(**settings)
 
-    with mock.patch.object(router_factory, "CPURouter", router):
+    with (
+        mock.patch.object(router_factory, "CPURouter", router),
+        mock.patch.object(fused_topk_bias_router.ops, "topk_softmax", _topk_softmax),
+        mock.patch.object(zero_expert_router, "zero_experts_compute_triton", _zero_experts),
+    ):
         yield
+
+
+def _topk_softmax(
+    weights: torch.Tensor,  # float32 [tokens, experts of a token], written
+    ids: torch.Tensor,  # [tokens, experts of a token], written
+    _: torch.Tensor,
+    logits: torch.Tensor,  # [tokens, experts]
+    renormalize: bool,
+    bias: torch.Tensor | None,  # [experts]; it decides, but is no part of the weights
+    **_ignored: Any,
+) -> None:
+    scores = logits.float().softmax(-1)
+    ids.copy_((scores if bias is None else scores + bias).topk(ids.shape[1]).indices)
+    chosen = scores.gather(1, ids.long())
+    weights.copy_(chosen / chosen.sum(1, keepdim=True) if renormalize else chosen)
+
+
+def _zero_experts(
+    *,
+    expert_indices: torch.Tensor,
+    expert_scales: torch.Tensor,
+    num_experts: int,
+    zero_expert_type: str,
+    hidden_states: torch.Tensor,
+) -> torch.Tensor:
+    """Return what the experts from ``num_experts`` on add: their weights times the input."""
+    assert zero_expert_type == "identity"
+    scales = (expert_scales * (expert_indices >= num_experts)).sum(1, keepdim=True)
+    return (scales * hidden_states).to(hidden_states.dtype)
 
 
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
@@ -233,7 +277,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     architecture, experts = MODELS[name], None
     sees = isinstance(architecture, Seeing)
     prompts = architecture.prompts(LENGTHS) if sees else random_prompts(LENGTHS)
-    settings = TAKES_PICTURES if sees else getattr(architecture, "settings", {})
+    settings = TAKES_PICTURES if sees else architecture.settings
     try:
         if kind:
             experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind not in ("gptq-ordered", "int8"))
@@ -297,7 +341,7 @@ if __name__ == "__main__":
     for chosen in names:
         if "--missing" in sys.argv and chosen in recorded():
             continue
-        with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
+        with tempfile.TemporaryDirectory() as temporary, plain_routers():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)
         RECORD.write_text(json.dumps(dict(sorted((recorded() | {chosen: found}).items())), indent=1) + "\n")

@@ -27,9 +27,10 @@ from tests.e2e.engines import (
     small_engine,
     watch,
 )
+from tests.e2e.handmade import MINICPM
 from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.experts.format import all_keys
-from vllm_dymoe.options import Options
+from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.policies.schedule import Schedule
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -144,6 +145,15 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
     read = [prompt["prompt_token_ids"] for prompt in random_prompts()]
     # In bf16 a router sometimes chooses other experts than in float32. Without experts nearly all tokens would differ.
     assert share_of_likeliest(model, read, [ours.tokens for ours in given]) > 0.8
+
+
+def test_experts_that_a_models_own_code_computes_are_refused_by_the_models_name(tmp_path):
+    folder = MINICPM.save(tmp_path / "model")
+    with (
+        pytest.raises(ConfigError, match="MiniCPMForCausalLM runs none of its experts in vLLM's MoE layer"),
+        small_engine(folder, {"high": 16}, **MINICPM.settings),
+    ):
+        pass
 
 
 LIMITS = [0.6, 0.3]  # of the dense layer and of the experts; activations without limits are three times as large

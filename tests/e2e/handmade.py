@@ -213,17 +213,17 @@ def _bailing_v3() -> Handmade:
 
 
 def _compressor(at: str, ratio: int, size: int) -> dict[str, tuple[int, ...]]:
-    """Return shapes of what joins ``ratio`` keys to one; with 4 keys, neighbours overlap."""
+    """Return shapes of what joins ``ratio`` keys to one; with 4, neighbours overlap."""
     both = size * (2 if ratio == 4 else 1)
     shapes = {f"{at}.{word}.weight": (both, _HIDDEN) for word in ("wkv", "wgate")}
     return shapes | {f"{at}.ape": (ratio, both), f"{at}.norm.weight": (size,)}
 
 
 def _deepseek_v4() -> Handmade:
-    """DeepSeek-V4 with its three kinds of attention, and a layer that routes by a table of tokens.
+    """DeepSeek-V4 with its three kinds of attention.
 
-    vLLM's CPU build (0.32, with AMX) has kernels only for at least 64 experts, 6 of them for a token, for heads of 512
-    and for an indexer of 128.
+    The first layer's experts follow from the token. vLLM's CPU build (0.32, with AMX) has kernels only for at least 64
+    experts, 6 of them for a token, for heads of 512 and for an indexer of 128.
     """
     ratios, experts, top_k = (0, 4, 128), 64, 6
     heads, size, rank, groups, group_rank, indexers, indexer, streams = 4, 512, 64, 2, 64, 8, 128, 4

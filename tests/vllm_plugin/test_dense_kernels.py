@@ -81,7 +81,7 @@ def amx(monkeypatch):
 
 
 def load_layer(config, tensors, dtype, name="o_proj"):
-    """Return a layer of an engine that serves a checkpoint with this quantization_config."""
+    """Return a layer of an engine that serves a checkpoint of this configuration."""
     engine = configure(dtype=dtype)
     engine.quant_config = DymoeConfig.from_config(config)
     with set_current_vllm_config(engine), torch.random.fork_rng():

@@ -3,10 +3,11 @@
     python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
 NAME is an architecture at 16 bits; with "-pictures" its model also reads pictures. KIND is one of the published float
-formats, or 4-bit integers. Each model is served three ways: by vLLM at 16 bits without the plugin (with a KIND: with
+formats, or integers. Each model is served three ways: by vLLM at 16 bits without the plugin (with a KIND: with
 dequantized weights), by vLLM alone as published, and with the plugin at 100 and at 30 % of the slots, which must give
 the same bits. The results go into models.json; `make docs` combines them with families.json into the tables of
-docs/models.md. --missing tests only what models.json lacks, and so continues a run that was stopped.
+docs/models.md. --missing tests only what models.json lacks, and so continues a run that was stopped. Models with Triton
+kernels run in a process of their own, which gets the option --triton.
 """
 
 import contextlib

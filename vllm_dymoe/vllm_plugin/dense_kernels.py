@@ -22,7 +22,6 @@ from vllm_dymoe.kernels import native
 from vllm_dymoe.quantize.held import Held, blocks, check_floats, integers
 from vllm_dymoe.quantize.readers.integers import unpack_words
 from vllm_dymoe.vllm_plugin.dense import map_packed, multiply
-from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
 _BITS = {scalar_types.uint4: 4, scalar_types.uint4b8: 4, scalar_types.uint8: 8, scalar_types.uint8b128: 8}
 _REGISTERS = {
@@ -51,7 +50,8 @@ def _asked_for() -> bool:
 
     Other models keep vLLM's kernels.
     """
-    return isinstance(get_current_vllm_config().quant_config, DymoeConfig)
+    model = get_current_vllm_config().model_config  # the quantization config's own name is the checkpoint's
+    return model is not None and model.quantization == "dymoe"
 
 
 def _group_size(columns: int, shared: int) -> int | None:

@@ -39,6 +39,9 @@ class Architecture:
     """Changes to config.json, where transformers writes other names than published checkpoints have."""
     norms: tuple[str, ...] = ()  # weights of norms that vLLM asks for and transformers does not write
     left_out: str = ""  # expression for names of tensors that transformers writes and published checkpoints lack
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Expressions for names that transformers writes, and what published checkpoints have instead."""
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that an engine needs for the model
 
     def save(self, folder: Path, *, fused: bool = False) -> Path:
         """Write a random bf16 checkpoint, with the same weights every time.
@@ -54,13 +57,18 @@ class Architecture:
         model.save_pretrained(folder, save_original_format=not fused)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | self.written))
-        if self.norms or self.left_out:
+        if self.norms or self.left_out or self.renamed:
             tensors = load_file(folder / "model.safetensors")
             kept = (name for name in tensors if not (self.left_out and re.search(self.left_out, name)))
-            tensors = {name: tensors[name] for name in kept}
+            tensors = {self._published(name): tensors[name] for name in kept}
             ones = {name: torch.ones(_HIDDEN, dtype=torch.bfloat16) for name in self.norms}
             save_file(tensors | ones, folder / "model.safetensors", {"format": "pt"})
         return folder
+
+    def _published(self, name: str) -> str:
+        for written, published in self.renamed.items():
+            name = re.sub(written, published, name)
+        return name
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:

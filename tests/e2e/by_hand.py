@@ -3,14 +3,16 @@
     python -m tests.e2e.by_hand [--missing] [NAME ...] [NAME:KIND ...]
 
 NAME is an architecture at 16 bits; with "-pictures" its model also reads pictures. KIND is one of the published float
-formats, or 4-bit integers. Each model is served three ways: by vLLM at 16 bits without the plugin (with a KIND: with
+formats, or integers. Each model is served three ways: by vLLM at 16 bits without the plugin (with a KIND: with
 dequantized weights), by vLLM alone as published, and with the plugin at 100 and at 30 % of the slots, which must give
 the same bits. The results go into models.json; `make docs` combines them with families.json into the tables of
-docs/models.md. --missing tests only what models.json lacks, and so continues a run that was stopped.
+docs/models.md. --missing tests only what models.json lacks, and so continues a run that was stopped. Models with Triton
+kernels run in a process of their own, which gets the option --triton.
 """
 
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -20,8 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm.model_executor.layers.fused_moe.router import router_factory
+if "--triton" in sys.argv:
+    import tests.support.triton_on_cpu  # noqa: F401  (before vLLM)
+
+import torch
+from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router, router_factory, zero_expert_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 
 from tests.e2e.architectures import ARCHITECTURES, EXAONE_MOE, GEMMA4, QWEN3_NEXT, Architecture
 from tests.e2e.engines import (
@@ -181,7 +188,18 @@ MORE = {
             "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
         },
     ),
-    "hy-v4": Architecture("HYV4Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
+    "hy-v4": Architecture(
+        "HYV4Config",
+        _MOE | _MLA | _DENSE_FIRST | _ATTENTION | {"q_lora_rank": 64},
+        left_out=r"\.indexer\.",
+        renamed={
+            r"\.hc_pre\.hc_(attn|mlp|head)": r".hc_\1",
+            r"\.hc_(attn|mlp)_layer\.hc_": r".hc_\1_layer.hc_pre.hc_",
+            r"hc_head\.hc_(?!head)": "hc_head.hc_head_",
+            r"(\.mlp\..*)linear_gate": r"\1gate_proj",
+        },
+    ),
+    "deepseek-v3.2": Architecture("DeepseekV32Config", _MOE | _MLA | _DENSE_FIRST | {"q_lora_rank": 64}),
     "minimax-m3": Architecture(
         "MiniMaxM3VLTextConfig",
         _MOE | _DENSE_FIRST | {"rotary_dim": 16, "intermediate_size": 96, "dense_intermediate_size": 192},
@@ -193,6 +211,7 @@ MORE = {
 MORE["qwen3-moe-128"] = replace(
     ARCHITECTURES["qwen3-moe"], sizes=ARCHITECTURES["qwen3-moe"].sizes | {"moe_intermediate_size": 128}
 )
+MORE["transformers"] = replace(ARCHITECTURES["qwen3-moe"], settings={"model_impl": "transformers"})
 QUANTIZED = (
     "gpt-oss:mxfp4",
     *(f"qwen3-moe:{kind}" for kind in FLOATS if kind not in ("mxfp4", "mxfp4-deepseek-v4")),
@@ -204,18 +223,23 @@ QUANTIZED = (
     *(f"qwen3-moe:{kind}" for kind in INTEGERS),
     *(f"qwen3-next:{kind}" for kind in ("fp8-blocks", "nvfp4-modelopt")),
     *(f"llama-4:{kind}" for kind in ("fp8-compressed-tensors", "nvfp4-compressed-tensors")),
+    "deepseek-v4:mxfp4-deepseek-v4",
 )
 
 
+INTERPRETED = {"deepseek-v4"}
+"""Models whose steps have Triton kernels, which Triton's interpreter runs on a CPU."""
 PICTURES: dict[str, Any] = {f"{name}-pictures": model for name, model in SEEING.items()}
 MODELS: dict[str, Any] = MORE | ARCHITECTURES | HANDMADE | PICTURES
 
 
 @contextlib.contextmanager
-def sigmoid_routers() -> Iterator[None]:
-    """Let vLLM's CPU build route by sigmoids without groups of experts.
+def repaired() -> Iterator[None]:
+    """Repair what keeps vLLM's CPU build (0.32) from running some models.
 
-    It supports sigmoids only within groups, so all experts become one group, which gives the same routing.
+    Its routers support sigmoids only within groups, so all experts become one group, which gives the same routing.
+    LongCat's router, some of whose experts return their input, is written in torch. DeepSeek-V4's plan of its attention
+    lacks two entries that are None on a CPU.
     """
 
     def router(**settings: Any) -> CPURouter:
@@ -224,8 +248,47 @@ def sigmoid_routers() -> Iterator[None]:
             settings |= {} if settings["use_grouped_topk"] else grouped
         return CPURouter(**settings)
 
-    with mock.patch.object(router_factory, "CPURouter", router):
+    planned = DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler
+
+    def tiles(self: Any, tokens: int) -> dict[str, None]:
+        return {"c1a": None, "c2a": None} | planned(self, tokens)
+
+    with (
+        mock.patch.object(router_factory, "CPURouter", router),
+        mock.patch.object(fused_topk_bias_router.ops, "topk_softmax", _topk_softmax),
+        mock.patch.object(zero_expert_router, "zero_experts_compute_triton", _zero_experts),
+        mock.patch.object(DeepseekV4CPUSparseSWAMetadataBuilder, "build_tile_scheduler", tiles),
+    ):
         yield
+
+
+def _topk_softmax(
+    weights: torch.Tensor,  # float32 [tokens, experts of a token], written
+    ids: torch.Tensor,  # [tokens, experts of a token], written
+    _: torch.Tensor,
+    logits: torch.Tensor,  # [tokens, experts]
+    renormalize: bool,
+    bias: torch.Tensor | None,  # [experts]; it decides, but is no part of the weights
+    **_ignored: Any,
+) -> None:
+    scores = logits.float().softmax(-1)
+    ids.copy_((scores if bias is None else scores + bias).topk(ids.shape[1]).indices)
+    chosen = scores.gather(1, ids.long())
+    weights.copy_(chosen / chosen.sum(1, keepdim=True) if renormalize else chosen)
+
+
+def _zero_experts(
+    *,
+    expert_indices: torch.Tensor,
+    expert_scales: torch.Tensor,
+    num_experts: int,
+    zero_expert_type: str,
+    hidden_states: torch.Tensor,
+) -> torch.Tensor:
+    """Return what experts from ``num_experts`` on add: their weights times x."""
+    assert zero_expert_type == "identity"
+    scales = (expert_scales * (expert_indices >= num_experts)).sum(1, keepdim=True)
+    return (scales * hidden_states).to(hidden_states.dtype)
 
 
 def check(name: str, kind: str, folder: Path) -> dict[str, str]:
@@ -233,7 +296,7 @@ def check(name: str, kind: str, folder: Path) -> dict[str, str]:
     architecture, experts = MODELS[name], None
     sees = isinstance(architecture, Seeing)
     prompts = architecture.prompts(LENGTHS) if sees else random_prompts(LENGTHS)
-    settings = TAKES_PICTURES if sees else getattr(architecture, "settings", {})
+    settings = TAKES_PICTURES if sees else architecture.settings
     try:
         if kind:
             experts = write(architecture, kind, folder, dense=kind in INTEGERS and kind not in ("gptq-ordered", "int8"))
@@ -288,7 +351,7 @@ def recorded() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if name != "--missing"] or [
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or [
         *MORE,
         *HANDMADE,
         *(name for name in MODELS if name.endswith("-pictures")),
@@ -297,7 +360,10 @@ if __name__ == "__main__":
     for chosen in names:
         if "--missing" in sys.argv and chosen in recorded():
             continue
-        with tempfile.TemporaryDirectory() as temporary, sigmoid_routers():
+        if chosen.partition(":")[0] in INTERPRETED and "--triton" not in sys.argv:
+            subprocess.run([sys.executable, "-m", "tests.e2e.by_hand", "--triton", chosen], check=True)
+            continue
+        with tempfile.TemporaryDirectory() as temporary, repaired():
             found = check(*chosen.partition(":")[::2], Path(temporary))
         print("BY HAND", json.dumps({chosen: found}), flush=True)
         RECORD.write_text(json.dumps(dict(sorted((recorded() | {chosen: found}).items())), indent=1) + "\n")

@@ -48,14 +48,7 @@ class Handmade:
     def save(self, folder: Path) -> Path:
         """Write a random bf16 checkpoint, with the same weights every time."""
         torch.manual_seed(0)
-        tensors = {name: torch.empty(shape) for name, shape in self.shapes.items()}
-        for name, tensor in tensors.items():
-            if "norm" in name:
-                tensor.fill_(float(not self.zero_norms))
-            elif "embed" in name:
-                tensor.normal_()
-            else:
-                fill(name, tensor)
+        tensors = {name: self._random(name, torch.empty(shape)) for name, shape in self.shapes.items()}
         folder.mkdir()
         own = {}
         if self.own_code:
@@ -63,11 +56,24 @@ class Handmade:
             (folder / "configuration.py").write_text(_CODE.format(self.config["model_type"]))
         described = COMMON | {"dtype": "bfloat16", "rms_norm_eps": 1e-5, "rope_theta": 10000.0} | self.config | own
         (folder / "config.json").write_text(json.dumps(described))
-        bf16 = {name: x if name.endswith("bias") else x.bfloat16() for name, x in tensors.items()}
-        save_file(bf16, folder / "model.safetensors", {"format": "pt"})
+        stored = {name: x.bfloat16() if name.endswith("weight") else x for name, x in tensors.items()}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
         if self.words:
             make_tokenizer(last_ids(self.words), {}).save_pretrained(folder)
         return folder
+
+    def _random(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "norm" in name:
+            return tensor.fill_(float(not self.zero_norms))
+        if name.endswith("tid2eid"):  # the experts of each token
+            experts = torch.rand(len(tensor), self.config["n_routed_experts"])
+            return experts.argsort(1)[:, : tensor.shape[1]].contiguous()
+        if "embed" in name:
+            return tensor.normal_()
+        if name.endswith(("_base", "_scale", "attn_sink")):
+            return tensor.normal_(std=0.3)
+        fill(name, tensor)
+        return tensor
 
 
 def _mlp(at: str, width: int, *stack: int) -> dict[str, tuple[int, ...]]:
@@ -206,6 +212,99 @@ def _bailing_v3() -> Handmade:
     return Handmade(config, shapes, own_code=True)
 
 
+def _compressor(at: str, ratio: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes of what joins ``ratio`` keys to one; with 4, neighbours overlap."""
+    both = size * (2 if ratio == 4 else 1)
+    shapes = {f"{at}.{word}.weight": (both, _HIDDEN) for word in ("wkv", "wgate")}
+    return shapes | {f"{at}.ape": (ratio, both), f"{at}.norm.weight": (size,)}
+
+
+def _deepseek_v4() -> Handmade:
+    """DeepSeek-V4 with its three kinds of attention.
+
+    The first layer's experts follow from the token. vLLM's CPU build (0.32, with AMX) has kernels only for at least 64
+    experts, 6 of them for a token, for heads of 512 and for an indexer of 128.
+    """
+    ratios, experts, top_k = (0, 4, 128), 64, 6
+    heads, size, rank, groups, group_rank, indexers, indexer, streams = 4, 512, 64, 2, 64, 8, 128, 4
+    vocabulary, mixed = COMMON["vocab_size"], streams * _HIDDEN
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (vocabulary, _HIDDEN),
+        "head.weight": (vocabulary, _HIDDEN),
+        "norm.weight": (_HIDDEN,),
+        "hc_head_fn": (streams, mixed),
+        "hc_head_base": (streams,),
+        "hc_head_scale": (1,),
+    }
+    for layer, ratio in enumerate(ratios):
+        at = f"layers.{layer}"
+        shapes |= {f"{at}.attn_norm.weight": (_HIDDEN,), f"{at}.ffn_norm.weight": (_HIDDEN,)}
+        for block in ("attn", "ffn"):
+            mixes = (2 + streams) * streams
+            shapes |= {f"{at}.hc_{block}_fn": (mixes, mixed), f"{at}.hc_{block}_base": (mixes,)}
+            shapes[f"{at}.hc_{block}_scale"] = (3,)
+        shapes |= {
+            f"{at}.attn.wq_a.weight": (rank, _HIDDEN),
+            f"{at}.attn.q_norm.weight": (rank,),
+            f"{at}.attn.wq_b.weight": (heads * size, rank),
+            f"{at}.attn.wkv.weight": (size, _HIDDEN),
+            f"{at}.attn.kv_norm.weight": (size,),
+            f"{at}.attn.wo_a.weight": (groups * group_rank, heads * size // groups),
+            f"{at}.attn.wo_b.weight": (_HIDDEN, groups * group_rank),
+            f"{at}.attn.attn_sink": (heads,),
+        }
+        if ratio:
+            shapes |= _compressor(f"{at}.attn.compressor", ratio, size)
+        if ratio == 4:
+            shapes |= _compressor(f"{at}.attn.indexer.compressor", ratio, indexer)
+            shapes[f"{at}.attn.indexer.wq_b.weight"] = (indexers * indexer, rank)
+            shapes[f"{at}.attn.indexer.weights_proj.weight"] = (indexers, _HIDDEN)
+        shapes[f"{at}.ffn.gate.weight"] = (experts, _HIDDEN)
+        shapes |= {f"{at}.ffn.gate.tid2eid": (vocabulary, top_k)} if layer == 0 else {f"{at}.ffn.gate.bias": (experts,)}
+        for place in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+            up, down = (_WIDTH, _HIDDEN), (_HIDDEN, _WIDTH)
+            shapes |= {f"{at}.ffn.{place}.w{n}.weight": shape for n, shape in ((1, up), (2, down), (3, up))}
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "hidden_act": "silu",
+        "num_hidden_layers": len(ratios),
+        "num_hash_layers": 1,
+        "num_key_value_heads": 1,
+        "compress_ratios": list(ratios),
+        "head_dim": size,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": rank,
+        "o_lora_rank": group_rank,
+        "o_groups": groups,
+        "sliding_window": 32,
+        "index_n_heads": indexers,
+        "index_head_dim": indexer,
+        "index_topk": 512,
+        "hc_mult": streams,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "moe_intermediate_size": _WIDTH,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "compress_rope_theta": 160000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+    return Handmade(config, shapes)
+
+
 _INKLING = Handmade(
     {
         "architectures": ["InklingForCausalLM"],
@@ -262,11 +361,27 @@ _KIMI_K3 = Handmade(
     }
 )
 """Its language model; vLLM's class for Kimi-Linear runs it, too."""
+MINICPM = Handmade(
+    {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "hidden_act": "silu",
+        "intermediate_size": _WIDTH,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": 2,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 64,
+    },
+    own_code=True,
+)
+"""Experts that the model's own code computes."""
 
 HANDMADE = {
     "step-3.5": _step35(),
     "bailing-v2": _bailing_v2(),
     "bailing-v3": _bailing_v3(),
+    "deepseek-v4": _deepseek_v4(),
     "inkling": _INKLING,
     "kimi-k3": _KIMI_K3,
 }

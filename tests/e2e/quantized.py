@@ -50,8 +50,10 @@ def write(architecture: Architecture, kind: str, folder: Path, *, dense: bool = 
     config, left = config_of(kind), dense_modules(plain)
     if isinstance(config.get("quantization"), dict):  # ModelOpt's older format
         config["quantization"] = config["quantization"] | {"exclude_modules": left, "kv_cache_quant_algo": None}
-    if kind not in INTEGERS:
+    if kind not in INTEGERS or (kind == "int8" and not dense):
         config |= {"modules_to_not_convert": left, "ignore": left, "exclude": left}
+    if kind == "auto-round":
+        config["extra_config"] = {name: {"bits": 16} for name in left if name.endswith(".gate")}
     save(folder / "plain", described, plain)
     save(folder / "quantized", described | {"quantization_config": config}, quantized)
     return experts

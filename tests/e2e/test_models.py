@@ -27,9 +27,10 @@ from tests.e2e.engines import (
     small_engine,
     watch,
 )
+from tests.e2e.handmade import HANDMADE, MINICPM
 from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.experts.format import all_keys
-from vllm_dymoe.options import Options
+from vllm_dymoe.options import ConfigError, Options
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.policies.schedule import Schedule
 from vllm_dymoe.quantize.checkpoint import Checkpoint
@@ -146,6 +147,15 @@ def test_experts_without_a_gate_agree_with_transformers_at_every_budget(tmp_path
     assert share_of_likeliest(model, read, [ours.tokens for ours in given]) > 0.8
 
 
+def test_experts_that_a_models_own_code_computes_are_refused_by_the_models_name(tmp_path):
+    folder = MINICPM.save(tmp_path / "model")
+    with (
+        pytest.raises(ConfigError, match="MiniCPMForCausalLM runs none of its experts in vLLM's MoE layer"),
+        small_engine(folder, {"high": 16}, **MINICPM.settings),
+    ):
+        pass
+
+
 LIMITS = [0.6, 0.3]  # of the dense layer and of the experts; activations without limits are three times as large
 
 
@@ -181,6 +191,47 @@ def test_a_clamp_that_vllm_leaves_out_on_a_cpu_agrees_with_transformers_at_every
     right = share_of_likeliest(model, read, said)
     assert right > 0.8
     assert plain < right - 0.2, "the limits change nothing"
+
+
+def test_step_35_clamps_the_layers_that_its_checkpoint_names(tmp_path):
+    """Compared with the formula.
+
+    vLLM's CPU build has no such experts, and transformers no such model.
+    """
+    made, folder = HANDMADE["step-3.5"], tmp_path / "model"
+    # vLLM's CPU build routes by sigmoids only within groups of experts.
+    changes = {"swiglu_limits": [0, 7.0, 0], "moe_router_activation": "softmax"}
+    replace(made, config=made.config | changes).save(folder)
+    tensors, seen = load_file(folder / "model.safetensors"), []
+    for name, tensor in tensors.items():
+        if ".moe." in name and name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensor *= 8  # beyond the limit
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with small_engine(folder, {"high": 16}) as llm:
+        planned = server_of(llm).host_planned
+
+        def forward(routing, activation):
+            given = routing.layer + 1, routing.x.double(), routing.ids.long(), routing.weights.double()
+            seen.append((*given, original(routing, activation).double()))
+            return seen[-1][-1].bfloat16()
+
+        original = planned.forward
+        with mock.patch.object(planned, "forward", forward):
+            answer(llm, random_prompts(), 2)
+    assert {layer for layer, *_ in seen} == {1, 2}
+    for layer, x, ids, weights, out in seen:
+        words = ("gate", "up", "down")
+        gate, up, down = (tensors[f"model.layers.{layer}.moe.{word}_proj.weight"].double()[ids] for word in words)
+        silu = torch.nn.functional.silu(torch.einsum("tkwh,th->tkw", gate, x))
+        up = torch.einsum("tkwh,th->tkw", up, x)
+        plain, clamped = (
+            torch.einsum("tkhw,tkw,tk->th", down, inner, weights)
+            for inner in (silu * up, silu.clamp(max=7) * up.clamp(-7, 7))
+        )
+        want, other = (clamped, plain) if layer == 1 else (plain, clamped)
+        # Products of about 100 are rounded to bfloat16 before they are added.
+        torch.testing.assert_close(out, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
+        assert (other - want).abs().max() > 0.5 * want.abs().max(), "the limit changes nothing"
 
 
 def save_with_drafts(folder):

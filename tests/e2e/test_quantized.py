@@ -97,6 +97,40 @@ def test_experts_in_the_order_of_their_activations_are_served_beside_dense_layer
     assert share_of_likeliest(model, read, [ours.tokens for ours in got]) > 0.9
 
 
+def test_signed_bytes_are_served_with_their_own_numbers(tmp_path):
+    """W8A8 checkpoints: the weights are the checkpoint's, activations keep 16 bits."""
+    experts = write(ARCHITECTURES["qwen3-moe"], "int8", tmp_path)
+    with small_engine(tmp_path / "plain") as llm:
+        want = answers(llm)
+    with small_engine(tmp_path / "quantized", {"expert_budget": "50%"}) as llm:
+        server = server_of(llm)
+        assert (server.options.stored_bits, server.options.group_size) == ((8,), 32)
+        check_store(server.store, experts)
+        got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
+    check_logprobs_close(got, want)
+    assert equal_share(got, want) > 0.8
+
+
+def test_experts_that_a_tool_left_at_16_bits_are_served_beside_quantized_attention(tmp_path):
+    if native.load() is None and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("without our native library vLLM has no quantized dense layers on processors without AVX-512")
+    write(ARCHITECTURES["qwen3-moe"], "awq", tmp_path, dense=True)
+    plain, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
+    tensors = {name: x for name, x in tensors.items() if ".experts." not in name}
+    experts = {name: x for name, x in plain.items() if ".experts." in name}
+    described = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    described["quantization_config"] |= {"modules_to_not_convert": ["mlp.experts", "mlp.gate"]}
+    save(tmp_path / "quantized", described, tensors | experts)
+    with small_engine(tmp_path / "plain") as llm:
+        want = answers(llm)
+    with small_engine(tmp_path / "quantized", {"high": 16, "expert_budget": "50%"}) as llm:
+        check_store(server_of(llm).store, experts)
+        assert "UnquantizedLinearMethod" not in llm.collective_rpc(dense_methods)[0]
+        got = answers_at_budgets(llm, ("100%", "30%"), lambda: answers(llm))
+    check_logprobs_close(got, want)
+    assert equal_share(got, want) > 0.8
+
+
 def test_layers_and_projections_in_other_formats_keep_their_numbers(tmp_path):
     """Recipes leave a layer at 16 bits, or give some projections more bits.
 

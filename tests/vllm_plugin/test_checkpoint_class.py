@@ -108,7 +108,7 @@ def asked():
     """
     classes, names = {}, {}
     root = Path(vllm.__file__).parent
-    for folder in ("models", "model_executor/models", "model_executor/layers/mamba"):
+    for folder in ("models", "model_executor", "v1", "lora"):
         for path in (root / folder).rglob("*.py"):
             text = path.read_text()
             if "quant_config" not in text:

@@ -81,11 +81,14 @@ def amx(monkeypatch):
 
 
 def load_layer(config, tensors, dtype, name="o_proj"):
-    with set_current_vllm_config(configure(dtype=dtype)), torch.random.fork_rng():
+    """Return a layer of an engine that serves a checkpoint of this configuration."""
+    engine = configure(dtype=dtype)
+    engine.quant_config = DymoeConfig.from_config(config)
+    with set_current_vllm_config(engine), torch.random.fork_rng():
         torch.set_default_dtype(dtype)
         try:
             layer = ColumnParallelLinear(
-                COLUMNS, ROWS, bias=False, params_dtype=dtype, quant_config=DymoeConfig.from_config(config),
+                COLUMNS, ROWS, bias=False, params_dtype=dtype, quant_config=engine.quant_config,
                 prefix=f"model.layers.0.self_attn.{name}",
             )  # fmt: skip
             parameters = dict(layer.named_parameters())

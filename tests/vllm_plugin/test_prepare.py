@@ -159,7 +159,7 @@ def test_a_checkpoint_of_ours_needs_no_flag_and_cannot_be_contradicted(tmp_path)
     assert "high is 4, but this checkpoint was written with high = 8" in message
 
 
-@pytest.mark.parametrize("method", ["hqq", "fbgemm_fp8"])
+@pytest.mark.parametrize("method", ["hqq", "bitnet"])
 def test_a_checkpoint_of_another_method_is_refused(tmp_path, method):
     with pytest.raises(ValueError, match=f"quantized with {method}"):
         configure(model=with_quantization_config(tmp_path, {"quant_method": method}))

@@ -50,8 +50,8 @@ def _asked_for() -> bool:
 
     Other models keep vLLM's kernels.
     """
-    config = get_current_vllm_config().quant_config
-    return config is not None and config.get_name() == "dymoe"
+    model = get_current_vllm_config().model_config  # the quantization config's own name is the checkpoint's
+    return model is not None and model.quantization == "dymoe"
 
 
 def _group_size(columns: int, shared: int) -> int | None:

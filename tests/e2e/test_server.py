@@ -22,7 +22,7 @@ from tests.support.forked import started
 from tests.support.ports import free_port
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
-from vllm_dymoe.server.live import HEAT_BITS
+from vllm_dymoe.server.live import SCORE_BITS
 
 pytestmark = pytest.mark.engine
 
@@ -227,7 +227,7 @@ def live(server):
     (rank,) = answer.json()["ranks"]
     cells = np.frombuffer(base64.b64decode(rank["cells"]), np.uint8).reshape(len(rank["layers"]), rank["experts"])
     assert len(answer.content) < 8192, "it is asked for once a second"
-    return rank, cells >> HEAT_BITS, cells & ((1 << HEAT_BITS) - 1)
+    return rank, cells >> SCORE_BITS, cells & ((1 << SCORE_BITS) - 1)
 
 
 def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, server):
@@ -237,11 +237,11 @@ def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, se
     before, _, _ = live(server)
     used = complete(client, prompts()[2], max_tokens=24).usage
     time.sleep(1)  # all readers within a second get the same sample
-    rank, held, heat = live(server)
+    rank, held, scores = live(server)
     assert held.shape == (8, 32)
     stats = rpc(server, "dymoe_stats")[0]
     assert np.count_nonzero(held == 2) == rank["resident"]["high"] == stats["resident_experts"]["high"]
-    assert (heat.max(1) == 63).all(), "every layer has a hottest expert"
+    assert (scores.max(1) == 63).all(), "every layer has an expert with the largest score"
     grown = {name: rank["counts"][name] - before["counts"][name] for name in rank["counts"]}
     # The prompt's step gives the first token, so it is not counted here. A step scheduled ahead may follow the last.
     assert 0 <= grown["decoded_tokens"] - (used.completion_tokens - 1) <= 1

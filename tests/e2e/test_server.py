@@ -23,6 +23,7 @@ from tests.support.ports import free_port
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.server.live import SCORE_BITS
+from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 pytestmark = pytest.mark.engine
 
@@ -273,6 +274,14 @@ def metrics(server):
     return found
 
 
+GAUGES = {metric.full_name for metric in METRICS if metric.gauge}
+
+
+def by_metric(stats):
+    """Return a rank's statistics as ``metrics`` returns them."""
+    return {(metric.full_name, *key): value for metric in METRICS for key, value in metric.values(stats).items()}
+
+
 def until(condition):
     """Wait for what the server publishes once a second."""
     for _ in range(600):
@@ -303,14 +312,22 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     after, stats = before, counted
     until(all_published)
     grown = {key: after[key] - before[key] for key in after}
+    was, now = by_metric(counted), by_metric(stats)
+    assert after.keys() == now.keys()
+    for key, value in now.items():
+        published = after[key] if key[0] in GAUGES else grown[key] + was[key]
+        assert published == pytest.approx(value), key
     assert grown["vllm_dymoe_misses_total",] > 0
     for name in ("hits", "misses", "cpu_executed", "evictions"):
         assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
     moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
-    assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
     # Misses that the CPU executes from the page cache are not copied.
     fetched = grown["vllm_dymoe_misses_total",] - grown["vllm_dymoe_cpu_executed_total",]
     assert moved == fetched * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
+    needed = grown["vllm_dymoe_hits_total",] + grown["vllm_dymoe_misses_total",]
+    assert needed == sum(grown["vllm_dymoe_planned_total", precision] for precision in ("high", "low"))
+    # In each of 8 layers, 23 or 24 decoded tokens need 4 experts each, and the prompt needs 4 to 32.
+    assert 8 * (23 * 4 + 4) <= needed <= 8 * (24 * 4 + 32)
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]
     assert after["vllm_dymoe_resident_experts", "high"] == stats["resident_experts"]["high"]
     assert 0 < after["vllm_dymoe_resident_experts", "high"] <= after["vllm_dymoe_slots", "high"] == 64

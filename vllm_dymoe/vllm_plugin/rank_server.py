@@ -101,7 +101,8 @@ class RankServer:
             x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
         elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
-        here = own_ids(layer.expert_map, ids)
+        here = ids if layer.expert_map is None else own_ids(layer.expert_map, ids)
+        draft = layer.position >= self._num_layers
         reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)

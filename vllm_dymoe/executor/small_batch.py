@@ -170,15 +170,16 @@ class SmallBatches:
         fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
             self.cpu_queue.serve(activation)
-        rows = max(SMALL_BATCH_ROWS + 1, crowded_tokens(experts.top_k, experts.num_experts))
-        x = torch.zeros(rows, fmt.hidden, dtype=fmt.dtype, device=device)
+        most = max(SMALL_BATCH_ROWS + 1, crowded_tokens(experts.top_k, experts.num_experts))
+        x = torch.zeros(most, fmt.hidden, dtype=fmt.dtype, device=device)
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )
         for kind in range(len(experts.of_kinds)):
             layer = experts.kinds.index(kind)
-            given = x[:1], weights[:1], ids[:1], activation
-            self.run(layer, *given, weights_on_input=weights_on_input, global_ids=ids[:1])
+            for rows in (1, SMALL_BATCH_ROWS):  # kernels of up to 8 rows, and of more
+                given = x[:rows], weights[:rows], ids[:rows], activation
+                self.run(layer, *given, weights_on_input=weights_on_input, global_ids=ids[:rows])
             self.large.warm_up(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])

@@ -1,35 +1,35 @@
 """Kernels that compute experts straight from their packed bytes."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels.activation import Activation, Curve
-from vllm_dymoe.kernels.base import Decode, ExpertKernel, Grouped
+from vllm_dymoe.kernels.base import Decode, Grouped
 from vllm_dymoe.kernels.combine import combine
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.pack import dequantize, pack, pack_floats, pack_nested, unpack
 from vllm_dymoe.kernels.torch_experts import expert_reference
 
+if TYPE_CHECKING:
+    from vllm_dymoe.kernels.triton import TritonKernel
+
 
 def make_kernel(
     device: torch.device | str,
     workspace_bytes: int | None = None,
-    formats: Iterable[tuple[MatrixFormat, MatrixFormat, MatrixFormat]] = (),
     activations: int = 16,
     *,
     decode: Decode = Decode.PLAIN,
     grouped: Grouped = Grouped.PLAIN,
-) -> ExpertKernel:
+) -> "CpuKernel | TritonKernel":
     """Return the kernel for a device.
 
     Args:
         workspace_bytes: upper bound on the scratch that the kernel keeps, at least 320 KiB; None lets the kernel
             choose.
-        formats: of gate, up and down of the experts that will be computed, for kernels that are compiled per format;
-            empty if not known yet.
         activations: bits of the quantized activations on a CPU, 16 or 8.
         decode: one of `decode_kernels`, for a CUDA device.
         grouped: one of `grouped_kernels`, for a CUDA device.
@@ -48,7 +48,7 @@ def make_kernel(
     # Importing triton takes a second, and only a GPU needs it.
     from vllm_dymoe.kernels.triton import TritonKernel
 
-    return TritonKernel(device, formats=formats, decode=decode, grouped=grouped, **options)
+    return TritonKernel(device, decode=decode, grouped=grouped, **options)
 
 
 def decode_kernels(device: torch.device, formats: Iterable[MatrixFormat]) -> tuple[Decode, ...]:

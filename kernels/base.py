@@ -1,15 +1,12 @@
-"""The interface that every kernel implements."""
+"""Ways of a GPU to compute experts, and checks of a kernel's arguments."""
 
-from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
 
 from torch import Tensor
 
 from vllm_dymoe.experts.checks import check_tensor
 from vllm_dymoe.experts.matrix import DTYPES, MatrixFormat
 from vllm_dymoe.kernels.activation import Activation
-from vllm_dymoe.planner.plan import LayerPlan
 
 
 class Decode(IntEnum):
@@ -26,39 +23,6 @@ class Grouped(IntEnum):
 
     PLAIN = 0  # weights reach tensor cores by way of shared memory
     IN_REGISTERS = 1  # weights are dequantized in the registers that tensor cores read
-
-
-class ExpertKernel(Protocol):
-    """Computes experts from their packed bytes, one layer at a time."""
-
-    name: str  # name of the implementation, for logs and reports
-    workspace_bytes: int  # scratch on the device that this object holds beyond activations
-
-    def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
-        """Begin a layer's step.
-
-        Args:
-            x: [rows, hidden] bfloat16 or float16, contiguous.
-            plan: the layer's plan, made by the host. Adjacent items can share a launch.
-            out: [tokens * top_k, hidden], dtype of x; rows of computed pairs are overwritten.
-            activation: applied between the projections.
-
-        Raises TypeError and ValueError as ``check_activations``.
-        """
-        ...
-
-    def compute(self, items: Sequence[int]) -> None:
-        """Write unweighted outputs of experts.
-
-        out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them. How items are divided among
-        calls does not change the result.
-
-        Args:
-            items: indices into the plan; the views of these items have been set.
-
-        Raises TypeError and ValueError as ``check_formats``, and ValueError for a misaligned address.
-        """
-        ...
 
 
 def check_activations(x: Tensor, out: Tensor) -> None:

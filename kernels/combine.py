@@ -1,6 +1,6 @@
-"""The weighted sum over each token's experts.
+"""The weighted sum over each token's experts: one native call, or torch operations.
 
-It is computed with torch operations, or in one Triton launch on a GPU.
+In a GPU's steps it is one Triton launch (``kernels/triton/combine.py``).
 """
 
 from collections.abc import Collection
@@ -38,7 +38,6 @@ def combine(
     skipped: Collection[int] = (),  # experts that no kernel computed; their pairs count as zero, too
     *,
     renormalize: bool = False,
-    into: Tensor | None = None,  # [tokens, hidden] like out, overwritten; None for a new tensor
 ) -> Tensor:
     """Return the weighted sum of each token's experts: [tokens, hidden], like out.
 
@@ -64,28 +63,16 @@ def combine(
             raise TypeError(f"expert_ids is {expert_ids.dtype}, expected torch.int32 or torch.int64")
     elif skipped:
         raise ValueError(f"skipped names {len(skipped)} experts, but expert_ids is missing")
-    if into is not None:
-        check_tensor("into", into, shape=(tokens, out.shape[1]), dtype=out.dtype)
-    marked = _marked(skipped, out.device) if skipped else None
-    pairs = Pairs(out, topk_weights, expert_ids, marked, renormalize and marked is not None)
-    if not out.is_cuda:
-        library = native.load() if out.is_cpu and expert_ids is None else None
-        if library is None:
-            return combine_with_torch(pairs, into)
-        into = out.new_empty(tokens, out.shape[1]) if into is None else into
+    if expert_ids is None and out.is_cpu and (library := native.load()) is not None:
+        into = out.new_empty(tokens, out.shape[1])
         library.weighted_sum(out, topk_weights.contiguous(), into)
         return into
-    # Imported here, because only a GPU needs Triton, whose import takes a second.
-    from vllm_dymoe.kernels.triton.combine import combine_on_gpu
-
-    if into is None:
-        into = out.new_empty(tokens, out.shape[1])
-    combine_on_gpu(pairs, into)
-    return into
+    marked = _marked(skipped, out.device) if skipped else None
+    return combine_with_torch(Pairs(out, topk_weights, expert_ids, marked, renormalize and marked is not None))
 
 
-def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
-    """Return the sum computed with torch operations, on a CPU.
+def combine_with_torch(pairs: Pairs) -> Tensor:
+    """Return the sum computed with torch operations.
 
     This is the plain twin of the Triton kernel.
     """
@@ -101,10 +88,8 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
             weights = renormalized(weights, absent, elsewhere)
     step = max(1, _CHUNK_ELEMENTS // max(1, top_k * hidden))
     if tokens <= step:
-        combined = _weighted_sum(outputs, weights, absent)
-        return combined.to(outputs.dtype) if into is None else into.copy_(combined)
-    if into is None:
-        into = outputs.new_empty(tokens, hidden)
+        return _weighted_sum(outputs, weights, absent).to(outputs.dtype)
+    into = outputs.new_empty(tokens, hidden)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         into[part] = _weighted_sum(outputs[part], weights[part], None if absent is None else absent[part])
@@ -112,16 +97,11 @@ def combine_with_torch(pairs: Pairs, into: Tensor | None = None) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return marks of the given experts, copied without waiting.
-
-    Returns:
-        int32 [highest expert + 1], 1 for the given experts, else 0.
-    """
+    """Return marks of experts: int32 [highest expert + 1], 1 for the given ones, else 0."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1
-    marked = torch.tensor(marks, dtype=torch.int32)
-    return marked.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else marked.to(device)
+    return torch.tensor(marks, dtype=torch.int32, device=device)
 
 
 def _weighted_sum(pairs: Tensor, weights: Tensor, absent: Tensor | None) -> Tensor:

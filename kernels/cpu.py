@@ -85,15 +85,31 @@ class CpuKernel:
         return workspace if floats <= len(workspace) else torch.empty(floats, dtype=torch.float32)
 
     def begin(self, x: Tensor, plan: LayerPlan, out: Tensor, activation: Activation) -> None:
-        """See :class:`ExpertKernel`."""
+        """Begin a layer's step.
+
+        Args:
+            x: [rows, hidden] bfloat16 or float16, contiguous.
+            plan: the layer's plan, made by the host.
+            out: [tokens * top_k, hidden], dtype of x; rows of computed pairs are overwritten.
+            activation: applied between the projections.
+
+        Raises TypeError and ValueError as ``check_activations``.
+        """
         check_activations(x, out)
         self._step = x, plan, out, activation
         self._inputs = None
 
     def compute(self, items: Sequence[int]) -> None:
-        """See :class:`ExpertKernel`.
+        """Write unweighted outputs of experts.
 
-        Raises IndexError if the plan names a row that does not exist.
+        out[pairs] = down(activation(gate x, up x)), plus biases if the experts have them. How items are divided among
+        calls does not change the result.
+
+        Args:
+            items: indices into the plan; the views of these items have been set.
+
+        Raises TypeError and ValueError as ``check_formats``, and IndexError if the plan names a row that does not
+        exist.
         """
         x, plan, out, activation = self._step
         if self.library is None:

@@ -26,7 +26,7 @@ def compute_with_torch(
     out: Tensor,
     activation: Activation,
 ) -> None:
-    """Implement :meth:`ExpertKernel.compute` expert by expert.
+    """Implement :meth:`CpuKernel.compute` expert by expert.
 
     Args:
         work: experts, each with its rows of x and of out, int64 [n].

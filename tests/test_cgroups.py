@@ -67,11 +67,3 @@ def test_torch_has_no_more_threads_unless_the_user_says_so(quota, monkeypatch, e
         monkeypatch.setenv(name, value)
     keep_to_quota(device, ranks)
     assert torch.get_num_threads() == threads
-
-
-def test_kernels_are_compiled_by_no_more_threads(quota, monkeypatch):
-    start, pools = pytest.importorskip("vllm_dymoe.kernels.triton.start"), []
-    monkeypatch.setattr(start.triton, "AsyncCompileMode", lambda pool: pools.append(pool) or pool)
-    with start.compiling_together():
-        pass
-    assert pools[0]._max_workers == 2

@@ -7,7 +7,6 @@ slow link. It gets the shipped prompts, three at a time, while headless Chromium
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,10 @@ from playwright.sync_api import sync_playwright
 from vllm_dymoe.bench.prompts import SHIPPED, by_turns, read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from tests.support.ports import free_port  # noqa: E402
+
 MODEL, PICTURE = ROOT / "benchmarks" / "tiny_moe" / "model", ROOT / "docs" / "images" / "live.png"
 OPTIONS = {"expert_budget": "40%", "policy": "dymoe", "link_gbps": 0.2}
 SECONDS = 75  # that the page is open
@@ -36,13 +39,6 @@ def find_chromium() -> str:
     raise SystemExit(
         "make live-page: there is no Chromium on PATH; install it, for instance with apt install chromium."
     )
-
-
-def free_port() -> int:
-    """Return a port that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -1,8 +1,8 @@
 """Host time of a MoE layer on a CPU: one native call, or planning step by step.
 
 Both serve the same random experts at 4 bits: all of them resident, and a quarter, with misses computed in memory.
-Outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, as any device without the native call does.
-Times are of one thread's processor; the two paths alternate, and ratios are of medians.
+Outputs have to be equal, bit for bit. The step-by-step path plans in NumPy, as without the native library. Times are of
+one thread's processor; the two paths alternate, and ratios are of medians.
 
     python benchmarks/cpu/host_time.py [--steps 60]
 """

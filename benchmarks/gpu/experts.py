@@ -1,8 +1,8 @@
-"""Experts without a server: calls of a kernel, and the arguments of a launch."""
+"""Experts without a server: the launches of a step, and the arguments of a launch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,55 +10,100 @@ from torch import Tensor
 from vllm_dymoe.experts.encoding import MXFP4
 from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
-from vllm_dymoe.kernels import Activation, ExpertKernel, pack, pack_floats, pack_nested
-from vllm_dymoe.kernels.triton import ExpertShape, ExpertTable
-from vllm_dymoe.planner.plan import Grouped, LayerPlan
+from vllm_dymoe.kernels import Activation, pack, pack_floats, pack_nested
+from vllm_dymoe.kernels.triton import (
+    ExpertShape,
+    ExpertTable,
+    Scratch,
+    TritonKernel,
+    WorkList,
+    decode_down,
+    decode_gate_up,
+    grouped_down,
+    grouped_gate_up,
+)
+from vllm_dymoe.kernels.triton.launch import Formats
+from vllm_dymoe.kernels.triton.rotate import rotated_inputs
+from vllm_dymoe.kernels.triton.tiles import EVERY, Tiles
+from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS
+from vllm_dymoe.planner.large_batch import crowded_tokens
 
 
-class ExpertWork(NamedTuple):
-    """One expert's part of one layer's step."""
+class Products:
+    """The launches that compute one layer's step, as device-planned steps make them where all experts are resident.
 
-    gate: PackedMatrix  # [intermediate, hidden], or [0, hidden] without a gate
-    up: PackedMatrix  # [intermediate, hidden]
-    down: PackedMatrix  # [hidden, intermediate]
-    tokens: Tensor  # int64 [n], rows of x that are routed to the expert
-    pairs: Tensor  # int64 [n], rows of out to write, token * top_k + k
-
-
-def work_of_ids(experts: Mapping[int, PackedExpert], ids: Tensor) -> list[ExpertWork]:
-    """Return the work of each expert that occurs in ids.
+    A small batch is decoded; in a larger one, experts are in classes by their tokens (``Tiles.of_large_batch``).
 
     Args:
-        ids: int [tokens, top_k] on the experts' device.
+        kernel: knows which ways to compute this card uses.
+        experts: packed experts by their number, on the device.
+        formats: of gate, up and down, all that occur.
+        ids: int [tokens, top_k], negative for no expert.
+        num_experts: how many the layer has, whether ``experts`` has them or not.
     """
-    pairs = ids.flatten().argsort(stable=True).split(ids.flatten().bincount().tolist())
-    return [ExpertWork(*experts[expert], rows // ids.shape[1], rows) for expert, rows in enumerate(pairs) if len(rows)]
+
+    def __init__(
+        self, kernel: TritonKernel, experts: Mapping[int, PackedExpert], formats: Sequence[Formats], ids: Tensor,
+        num_experts: int, activation: Activation,
+    ) -> None:  # fmt: skip
+        step, device, (tokens, top_k) = kernel.small_batch_step(formats, activation), kernel.device, ids.shape
+        shape, crowded = step.shape, tokens >= crowded_tokens(top_k, num_experts)
+        self._tiles = tiles = _tiles_for(step.tiles, tokens, crowded=crowded)
+        most = tiles.decode_tokens, *(tile.block_m for tile in tiles.grouped_down)  # tokens of an expert, by class
+        positions = tiles.gate_up.positions, *most[1:]  # of an item, by class
+        numbers = ids.flatten().cpu().long() + 1
+        pairs = dict(enumerate(numbers.argsort(stable=True).split(numbers.bincount().tolist()), -1))
+        classes = {
+            expert: next((place for place, count in enumerate(most) if len(rows) <= count), len(most) - 1)
+            for expert, rows in pairs.items()
+            if expert >= 0 and len(rows)
+        }
+        active = sorted(classes, key=classes.__getitem__)
+        items: list[list[list[int]]] = [[] for _ in most]
+        end = self._decoded = 0
+        for row, expert in enumerate(active):
+            begin, end, place = end, end + len(pairs[expert]), classes[expert]
+            step_size = positions[place]
+            items[place] += [[row, at, min(at + step_size, end)] for at in range(begin, end, step_size)]
+            self._decoded = end if place == 0 else self._decoded
+        self._items = [torch.tensor(some, dtype=torch.int32).view(-1, 3).to(device) for some in items]
+        self._pairs = torch.cat([pairs[expert] for expert in active]).int().to(device)
+        self._rows = self._pairs // top_k
+        base, residual, tags = (
+            torch.tensor([[of(matrix) for matrix in experts[expert]] for expert in active]).to(device)
+            for of in (lambda m: m.addresses[0], lambda m: m.addresses[-1], lambda m: m.format.encoding.tag)
+        )
+        nested = residual if shape.nested else None
+        self._table = ExpertTable(shape, step.precisions, base, tags.int(), residual=nested)
+        self._hidden = torch.empty(end, shape.intermediate, dtype=shape.dtype, device=device)
+        partials, counts = (self._decoded * each for each in tiles.shared(shape.hidden, shape.intermediate))
+        semaphores = torch.zeros(counts, dtype=torch.int32, device=device)
+        self._scratch = Scratch(torch.empty(partials, device=device), semaphores)
+        self._activation, self._held = activation, experts  # their memory, which the table addresses
+
+    def launch(self, x: Tensor, out: Tensor) -> None:
+        """Write unweighted outputs: x [tokens, hidden] to out [tokens * top_k, hidden]."""
+        tiles, table, activation, hidden = self._tiles, self._table, self._activation, self._hidden
+        x = rotated_inputs(x, table.shape.rotation(table.precisions))
+        decoded, *grouped = self._items
+        if len(decoded):
+            rows, pairs, inner = (of[: self._decoded] for of in (self._rows, self._pairs, hidden))
+            work = WorkList(decoded, rows, pairs)
+            decode_gate_up(x, inner, table, work, activation, tiles.gate_up, self._scratch)
+            decode_down(inner, out, table, work, tiles.down, self._scratch)
+        for items, gate_up, down in zip(grouped, tiles.grouped_gate_up, tiles.grouped_down, strict=True):
+            if len(items):
+                work = WorkList(items, self._rows, self._pairs)
+                grouped_gate_up(x, hidden, table, work, activation, gate_up)
+                grouped_down(hidden, out, table, work, down)
 
 
-def compute_experts(
-    kernel: ExpertKernel,
-    x: Tensor,
-    work: Sequence[ExpertWork],
-    out: Tensor,
-    activation: Activation,
-) -> None:
-    """Begin a step of some experts and compute all of them at once."""
-    kernel.compute(begin_experts(kernel, x, work, out, activation))
-
-
-def begin_experts(
-    kernel: ExpertKernel, x: Tensor, work: Sequence[ExpertWork], out: Tensor, activation: Activation
-) -> list[int]:
-    """Begin a step of some experts; return its items."""
-    bounds = [0, *accumulate(len(expert.tokens) for expert in work)]
-    rows, pairs = (
-        torch.cat([getattr(expert, name).cpu() for expert in work]) if work else torch.empty(0, dtype=torch.int64)
-        for name in ("tokens", "pairs")
-    )
-    items = list(range(len(work)))
-    plan = LayerPlan.of_experts(Grouped(items, bounds, rows, pairs), [PackedExpert(*expert[:3]) for expert in work])
-    kernel.begin(x, plan, out, activation)
-    return items
+def _tiles_for(tiles: Tiles, tokens: int, *, crowded: bool) -> Tiles:
+    """Return the sizes of programs for a step of so many tokens."""
+    if tokens > SMALL_BATCH_ROWS:
+        return tiles.of_large_batch(crowded=crowded)
+    tiles = tiles.on_tensor_cores(tokens) if tiles.gate_up.tensor_cores else tiles
+    return replace(tiles, decode_tokens=EVERY, grouped_gate_up=(), grouped_down=())
 
 
 def random_packed(format: MatrixFormat, seed: int = 0) -> PackedMatrix:

@@ -5,13 +5,13 @@ copies of the experts, so that weights come from memory and not from a cache.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
 import torch
-from experts import captured, compute_experts, table_of_slices, work_of_ids
+from experts import Products, captured, table_of_slices
 from layers import DTYPE, LAYERS, PRECISIONS, TOKENS, Machine, Model, route, work_of
 from record import Recorder
 
@@ -114,16 +114,23 @@ def random_expert(layer: Model, bits: int) -> PackedExpert:
 def compile_layer(
     layer: Model, precisions: str, decode: Decode = Decode.PLAIN, grouped: Grouped = Grouped.PLAIN
 ) -> None:
-    """Compile every kernel of a layer by launching it once."""
-    x, ids = torch.zeros(1, layer.hidden, device="cuda", dtype=DTYPE), torch.zeros(1, 1, dtype=torch.int64)
-    work = work_of_ids({0: random_expert(layer, PRECISIONS[precisions][0])}, ids.to("cuda"))
-    compute_experts(_kernel(layer, precisions, 64 << 20, decode, grouped), x, work, x.clone(), Activation.SILU)
+    """Compile every kernel of a layer by launching steps of all sizes."""
+    kernel, bits = TritonKernel("cuda", decode=decode, grouped=grouped), PRECISIONS[precisions]
+    one = [random_expert(layer, width) for width in bits]
+    experts = {expert: one[expert % len(bits)] for expert in range(layer.experts)}
+    for count in TOKENS:
+        x = torch.zeros(count, layer.hidden, device="cuda", dtype=DTYPE)
+        out = torch.empty(count * layer.top_k, layer.hidden, device="cuda", dtype=DTYPE)
+        _products(kernel, layer, bits, experts, route(layer, count)).launch(x, out)
     torch.cuda.synchronize()
 
 
-def _kernel(layer: Model, precisions: str, workspace_bytes: int, decode: Decode, grouped: Grouped) -> TritonKernel:
-    formats = [layer.format(bits).matrices for bits in PRECISIONS[precisions]]
-    return TritonKernel("cuda", workspace_bytes, formats, decode=decode, grouped=grouped)
+def _products(
+    kernel: TritonKernel, layer: Model, bits: Sequence[int], experts: Mapping[int, PackedExpert],
+    routing: Sequence[Sequence[int]],
+) -> Products:  # fmt: skip
+    formats = [layer.format(width).matrices for width in bits]
+    return Products(kernel, experts, formats, torch.tensor(routing), layer.experts, Activation.SILU)
 
 
 def measure_layer(
@@ -136,27 +143,20 @@ def measure_layer(
     """
     bits, routing = PRECISIONS[precisions], route(layer, count)
     work = work_of(layer, routing, bits)
-    # All tokens are computed at once, as far as memory allows, because kernels are timed and not workspaces.
-    pairs = count * layer.top_k
-    workspace = (1 << 20) + min(4 << 30, 8 * pairs * layer.intermediate + (64 << 20))
-    kernel = _kernel(layer, precisions, workspace, decode, grouped)
+    kernel = TritonKernel("cuda", decode=decode, grouped=grouped)
     x = torch.randn(count, layer.hidden, device="cuda", dtype=DTYPE)
-    out = torch.empty(pairs, layer.hidden, device="cuda", dtype=DTYPE)
-    ids = torch.tensor(routing, device="cuda")
+    out = torch.empty(count * layer.top_k, layer.hidden, device="cuda", dtype=DTYPE)
     # Enough sets of experts that none is still in the second-level cache when it is used again.
     cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
     copies = max(1, min(4 * cache // work.weight_bytes + 2, free // 2 // work.weight_bytes, 64))
-    steps, sets = [], []
+    active, sets = sorted({expert for row in routing for expert in row}), []
     for _ in range(copies):
-        active = sorted({expert for row in routing for expert in row})
         experts = {expert: random_expert(layer, bits[expert % len(bits)]) for expert in active}
-        sets.append(work_of_ids(experts, ids))  # keeps their bytes alive
-        compute_experts(kernel, x, sets[-1], out, Activation.SILU)
-        steps.append(kernel.step)
+        sets.append(_products(kernel, layer, bits, experts, routing))
 
     def all_of_them() -> None:
-        for kernel.step in steps:
-            kernel.compute(range(len(sets[0])))
+        for products in sets:
+            products.launch(x, out)
 
     time, bound = seconds(captured(all_of_them).replay, least) / copies, work.seconds(machine)
     moved = work.weight_bytes + work.other_bytes

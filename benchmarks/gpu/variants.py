@@ -9,7 +9,7 @@ On the H100's architecture these are compiled:
   grouped on the largest tile;
 - the same in decode as device-planned steps launch them (fetching, weighted, with 32-bit indices), also on the oldest
   and the newest architecture;
-- the weighted sum, rotations, and the kernels that place experts, plan a step and copy.
+- the weighted sum, rotations, and the kernels that plan a step and copy.
 
 Decode on tensor cores is compiled for every code on the main architecture, and at 4, 2 and 4/2 bits on all five. Ada
 and data-center Blackwell have 4 and 4/2 bits without tensor cores, too. From sm_90 on its launches, and those before
@@ -48,7 +48,6 @@ from vllm_dymoe.kernels.triton import (
     launch,
     mma_decode,
     mma_grouped,
-    place,
     planner,
     popularity,
     prefetch,
@@ -93,7 +92,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mma_gate_up", "mma_down"), (*_DECODE, *_TENSOR_CORES)),
     **dict.fromkeys(("grouped_gate_up", "grouped_down"), _GROUPED_CODE),
     **dict.fromkeys(("mma_grouped_gate_up", "mma_grouped_down"), _IN_REGISTERS),
-    **{name: (name,) for name in ("rotate", "combine", "place")},
+    **{name: (name,) for name in ("rotate", "combine")},
     **dict.fromkeys(("decide", "choose"), ("planner",)),
     "copy_spans": ("spans",),
     **dict.fromkeys(("name_experts", "judge_predicted", "list_predicted", "copy_predicted"), ("planner", "prefetch")),
@@ -110,7 +109,7 @@ class Variant:
     """One kernel to compile."""
 
     architecture: int  # such as 90
-    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, place, decide, copy_spans, post, ...
+    kernel: str  # gate_up, down, grouped_gate_up, grouped_down, combine, decide, copy_spans, post, ...
     shape: str  # hidden x intermediate; for combine, hidden; for planning, experts
     precisions: str  # bit-widths of a launch, if it reads experts
     note: str  # special properties
@@ -126,7 +125,7 @@ class Variant:
         """
         name = f"{self.kernel}_kernel"
         products = launch, mma_decode, mma_grouped, combine
-        modules = *products, place, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue, uses
+        modules = *products, planner, prefetch, popularity, rotate, spans, large_batch, cpu_queue, uses
         return next(vars(module)[name] for module in modules if name in vars(module))
 
     @property
@@ -236,7 +235,7 @@ def _experts(architecture: int, kernel: str, case: Case) -> Variant:
 
 
 def _others(architecture: int) -> Iterator[Variant]:
-    """Yield the weighted sum, and the kernels that place, plan and copy experts."""
+    """Yield the weighted sum, and the kernels that plan and copy experts."""
     for hidden, top_k, dtype, absent in _SUMS:
         name = str(dtype).removeprefix("torch.") + ", absent and skipped, renormalized" * absent
         ids = torch.empty(1, top_k, dtype=torch.int32)
@@ -247,9 +246,6 @@ def _others(architecture: int) -> Iterator[Variant]:
     for hidden in (2880, 2048, 4096):
         x, block = torch.empty(1, hidden, dtype=torch.bfloat16), hidden & -hidden
         yield _noted((architecture, "rotate", str(hidden), "", f"blocks of {block}"), rotate.rotate_inputs, x, x, block)
-    table = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
-    one = place.Place(0, (0, 0, 0), (4, 4, 4))
-    yield _noted((architecture, "place", "", "", ""), place.place_experts, *table, [one])
     for experts, top_k in _ROUTERS:
         ids, scores, rows = torch.zeros(1, top_k, dtype=torch.int32), torch.zeros(1, top_k), torch.zeros(1).int()
         key = architecture, "decide", f"{experts} experts", "", f"top {top_k}"

@@ -6,16 +6,13 @@ A program owns one token and a block of its columns, and adds its experts in the
 before they are added, as on a CPU: the launch disables fused multiply-add.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vllm_dymoe.kernels.combine import Pairs
 from vllm_dymoe.kernels.triton.section import DESCRIPTIONS
-from vllm_dymoe.kernels.triton.start import Start, compile_kernel, compiling_together, run_kernel
+from vllm_dymoe.kernels.triton.start import Start, run_kernel
 
 _MOST_COLUMNS = 1024  # most columns of a block: eight for each thread of four warps, one load of 16 bytes
 
@@ -23,43 +20,13 @@ _MOST_COLUMNS = 1024  # most columns of a block: eight for each thread of four w
 def combine_on_gpu(pairs: Pairs, into: Tensor, *, start: Start = run_kernel) -> None:
     """Launch the sum.
 
-    The first launch of a kind compiles all variants that later launches may need.
-
     Args:
         pairs: the checked arguments.
         into: [tokens, hidden], contiguous, overwritten.
-        start: launch, or only compile.
+        start: makes the launch.
     """
     if not into.numel():
         return
-    if start is run_kernel:
-        ids = torch.int32 if pairs.expert_ids is None else pairs.expert_ids.dtype
-        _compile(into.shape[1], pairs.weights.shape[1], into.dtype, ids, into.device)
-    _launch(pairs, into, start)
-
-
-@cache
-def _compile(hidden: int, top_k: int, dtype: torch.dtype, ids: torch.dtype, device: torch.device) -> None:
-    """Compile all variants.
-
-    So no later request waits for the compiler, whichever pairs are absent in it.
-    """
-    row = torch.empty(1, hidden, dtype=dtype, device=device)
-    out = row.expand(top_k, hidden)
-    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
-    expert_ids = torch.empty(1, top_k, dtype=ids, device=device)
-    skipped = torch.empty(1, dtype=torch.int32, device=device)
-    with compiling_together():
-        for some in (
-            (None, None, False),
-            (expert_ids, None, False),
-            (expert_ids, skipped, False),
-            (expert_ids, skipped, True),
-        ):
-            _launch(Pairs(out, weights, *some), row, compile_kernel)
-
-
-def _launch(pairs: Pairs, into: Tensor, start: Start) -> None:
     tokens, top_k = pairs.weights.shape
     hidden = into.shape[1]
     block = min(triton.next_power_of_2(hidden), _MOST_COLUMNS)

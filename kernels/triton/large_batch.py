@@ -65,7 +65,7 @@ def plan_large_batch_on_gpu(
         parts: see :func:`counted_parts`, if the shape has marks.
         disk_queue: brings what is missing into memory, before it is listed; None if all of it is there.
         global_ids: see ``plan_small_batch``.
-        start: launch, or only compile.
+        start: makes the launch.
     """
     width, scratch = experts_width(shape.experts), plan["scratch"]
     sizes = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "WIDTH": width}

@@ -50,18 +50,14 @@ class Kind(NamedTuple):
 class Kinds(NamedTuple):
     """Kinds of the matrices of each launch: of gate and up, and of down."""
 
-    gate_up: frozenset[Kind] = frozenset()
-    down: frozenset[Kind] = frozenset()
+    gate_up: frozenset[Kind]
+    down: frozenset[Kind]
 
     @classmethod
-    def of(cls, formats: Iterable[Formats]) -> "Kinds":
+    def of(cls, formats: Sequence[Formats]) -> "Kinds":
         """Return the kinds of some experts' matrices."""
-        every = list(formats)
-        gate_up = frozenset(Kind.of(fmt) for gate, up, _ in every for fmt in (gate, up))
-        return cls(gate_up, frozenset(Kind.of(down) for _, _, down in every))
-
-    def union(self, others: "Kinds") -> "Kinds":
-        return Kinds(self.gate_up | others.gate_up, self.down | others.down)
+        gate_up = frozenset(Kind.of(fmt) for gate, up, _ in formats for fmt in (gate, up))
+        return cls(gate_up, frozenset(Kind.of(down) for _, _, down in formats))
 
 
 class Codes(NamedTuple):
@@ -96,11 +92,11 @@ class ExpertShape:
     """What launches of down are compiled for, if it is not what those of gate and up are."""
 
     @classmethod
-    def of(cls, formats: Sequence[Formats], kinds: Kinds | None = None) -> "ExpertShape":
-        """Return what the experts of a launch have in common.
+    def of(cls, formats: Sequence[Formats]) -> "ExpertShape":
+        """Return what the experts of a launch have in common, given all their formats.
 
-        They have these formats, or matrices of further kinds. Gate and up share launches, and down has launches of its
-        own. Group sizes matter below 16 bits only. Raises ValueError if experts cannot share a launch.
+        Gate and up share launches, and down has launches of its own. Group sizes matter below 16 bits only. Raises
+        ValueError if experts cannot share a launch.
         """
         every = [fmt for three in formats for fmt in three]
         inner = {up.rows for _, up, _ in formats}
@@ -110,7 +106,7 @@ class ExpertShape:
             raise ValueError("work mixes lattice codes, whose inputs are rotated, with other codes")
         if len({fmt.bias for fmt in every}) > 1:
             raise ValueError("work mixes projections with and without a bias")
-        found = Kinds.of(formats).union(kinds or Kinds())
+        found = Kinds.of(formats)
         nested = {kind.nested for kind in found.gate_up | found.down} - {0}
         whole = (kind for kind in found.gate_up | found.down if not kind.nested)
         if len(nested) > 1 or any({kind.bits, 2 * kind.bits} & nested for kind in whole):
@@ -330,7 +326,7 @@ def decode_gate_up(
         scratch: needed if the tile's split is above 1.
         overlap: how the launch overlaps the one before it, if the tile has tensor cores. With START x, rows of the
             table and the work list may be what that launch writes; with WHOLE they may not.
-        start: launch, or only compile.
+        start: makes the launch.
 
     Raises TypeError for a wrong dtype, and ValueError for sizes that disagree, too little scratch, or an overlap
     without tensor cores.

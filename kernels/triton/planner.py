@@ -128,7 +128,7 @@ def plan_small_batch_on_gpu(
         weights_on_input: see ``plan_small_batch``; in a large batch pairs are placed later.
         global_ids: see ``plan_small_batch``; a large batch has chosen before (:func:`choose_on_gpu`).
         followed: whether the next launch overlaps this one, see ``start.Overlap``.
-        start: launch, or only compile.
+        start: makes the launch.
 
     Raises:
         TypeError: a wrong dtype.

@@ -25,7 +25,7 @@ def rotate_inputs(x: Tensor, into: Tensor, block: int, *, start: Start = run_ker
         x: [tokens, columns].
         into: shape and dtype of x, overwritten.
         block: columns that are rotated together, a power of two that divides the number of columns.
-        start: launch, or only compile.
+        start: makes the launch.
 
     Raises:
         TypeError: into has another dtype.

@@ -106,7 +106,7 @@ class SmallBatchStep:
                 fetched.
             weights_on_input: weights multiply the experts' inputs, which are made by torch first.
             global_ids: see ``plan_small_batch``.
-            start: launch, or only compile.
+            start: makes the launch.
 
         Raises:
             TypeError: wrong dtype.

@@ -20,7 +20,7 @@ def copy_spans(spans: Tensor, *, start: Start = run_kernel) -> None:
 
     Args:
         spans: int64 [any, 3]: source address, destination address, bytes (a multiple of 16).
-        start: launch, or only compile.
+        start: makes the launch.
     """
     start(copy_spans_kernel, (_PROGRAMS, len(spans)), (spans,), {"PROGRAMS": _PROGRAMS}, {"num_warps": WARPS})
 

@@ -1,8 +1,6 @@
-"""Launching a kernel, or only compiling it."""
+"""Launching a kernel, and repeating launches."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from types import MappingProxyType
@@ -10,8 +8,6 @@ from typing import Any, ClassVar, cast
 
 import triton
 from torch import Tensor
-
-from vllm_dymoe.cgroups import usable_cores
 
 Start = Callable[[Any, tuple[int, ...], Sequence[Tensor | int], dict[str, Any], dict[str, int]], None]
 """(kernel, grid, its tensors and numbers, its constants, and what compiler and driver are told: num_warps, and
@@ -36,7 +32,6 @@ class Overlap(IntEnum):
         return {"launch_pdl": True} if self is not Overlap.NONE else {}
 
 
-_THREADS = 8
 _STREAM = 3  # place of the stream among the arguments of a compiled kernel's launcher, after the grid
 _FUSED = {"enable_fp_fusion": True}
 
@@ -50,20 +45,6 @@ def run_kernel(
 ) -> None:
     """Launch a kernel; compile it first if needed."""
     kernel[grid](*tensors, **constants, **_FUSED | options)
-
-
-def compile_kernel(
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: Sequence[Tensor | int],
-    constants: dict[str, Any],
-    options: dict[str, int],
-) -> None:
-    """Compile only.
-
-    A launch with the same constants, dtypes and alignments then starts at once.
-    """
-    kernel.warmup(*tensors, grid=grid, **constants, **_FUSED | options)
 
 
 class Given:
@@ -242,14 +223,3 @@ def _current_stream() -> int:
     active = triton.runtime.driver.active
     stream: int = active.get_current_stream(active.get_current_device())
     return stream
-
-
-@contextmanager
-def compiling_together() -> Iterator[None]:
-    """Context in which compile_kernel returns at once.
-
-    At its end everything is compiled in parallel on the CPU cores.
-    """
-    threads = min(_THREADS, usable_cores())
-    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
-        yield

@@ -44,7 +44,7 @@ def count_uses_on_gpu(
         layer: index of the layer.
         ids: int32 [tokens, top_k].
         weights: float32 [tokens, top_k].
-        start: launch, or only compile.
+        start: makes the launch.
     """
     (tokens, top_k), width = ids.shape, triton.next_power_of_2(ids.shape[1])
     rows = max(1, _BLOCK // width)

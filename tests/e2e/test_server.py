@@ -22,7 +22,8 @@ from tests.support.forked import started
 from tests.support.ports import free_port
 from vllm_dymoe.cache.store import Manifest
 from vllm_dymoe.cache.store.files import file_name
-from vllm_dymoe.server.live import HEAT_BITS
+from vllm_dymoe.server.live import SCORE_BITS
+from vllm_dymoe.vllm_plugin.metrics import METRICS
 
 pytestmark = pytest.mark.engine
 
@@ -227,7 +228,7 @@ def live(server):
     (rank,) = answer.json()["ranks"]
     cells = np.frombuffer(base64.b64decode(rank["cells"]), np.uint8).reshape(len(rank["layers"]), rank["experts"])
     assert len(answer.content) < 8192, "it is asked for once a second"
-    return rank, cells >> HEAT_BITS, cells & ((1 << HEAT_BITS) - 1)
+    return rank, cells >> SCORE_BITS, cells & ((1 << SCORE_BITS) - 1)
 
 
 def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, server):
@@ -237,11 +238,11 @@ def test_the_live_page_is_served_with_what_is_resident_and_what_flows(client, se
     before, _, _ = live(server)
     used = complete(client, prompts()[2], max_tokens=24).usage
     time.sleep(1)  # all readers within a second get the same sample
-    rank, held, heat = live(server)
+    rank, held, scores = live(server)
     assert held.shape == (8, 32)
     stats = rpc(server, "dymoe_stats")[0]
     assert np.count_nonzero(held == 2) == rank["resident"]["high"] == stats["resident_experts"]["high"]
-    assert (heat.max(1) == 63).all(), "every layer has a hottest expert"
+    assert (scores.max(1) == 63).all(), "every layer has an expert with the largest score"
     grown = {name: rank["counts"][name] - before["counts"][name] for name in rank["counts"]}
     # The prompt's step gives the first token, so it is not counted here. A step scheduled ahead may follow the last.
     assert 0 <= grown["decoded_tokens"] - (used.completion_tokens - 1) <= 1
@@ -271,6 +272,14 @@ def metrics(server):
                 assert (labels.pop("model_name"), labels.pop("rank")) == ("tiny", "0")
                 found[sample.name, *labels.values()] = sample.value
     return found
+
+
+GAUGES = {metric.full_name for metric in METRICS if metric.gauge}
+
+
+def by_metric(stats):
+    """Return a rank's statistics as ``metrics`` returns them."""
+    return {(metric.full_name, *key): value for metric in METRICS for key, value in metric.values(stats).items()}
 
 
 def until(condition):
@@ -303,14 +312,22 @@ def test_metrics_say_what_the_workers_count(client, server, checkpoint):
     after, stats = before, counted
     until(all_published)
     grown = {key: after[key] - before[key] for key in after}
+    was, now = by_metric(counted), by_metric(stats)
+    assert after.keys() == now.keys()
+    for key, value in now.items():
+        published = after[key] if key[0] in GAUGES else grown[key] + was[key]
+        assert published == pytest.approx(value), key
     assert grown["vllm_dymoe_misses_total",] > 0
     for name in ("hits", "misses", "cpu_executed", "evictions"):
         assert grown[f"vllm_dymoe_{name}_total",] == stats[name] - counted[name], name
     moved = grown["vllm_dymoe_transferred_bytes_total", "demand"]
-    assert moved == stats["bytes_moved"]["demand"] - counted["bytes_moved"]["demand"]
     # Misses that the CPU executes from the page cache are not copied.
     fetched = grown["vllm_dymoe_misses_total",] - grown["vllm_dymoe_cpu_executed_total",]
     assert moved == fetched * Manifest.read(checkpoint).experts.formats[4].whole_nbytes
+    needed = grown["vllm_dymoe_hits_total",] + grown["vllm_dymoe_misses_total",]
+    assert needed == sum(grown["vllm_dymoe_planned_total", precision] for precision in ("high", "low"))
+    # In each of 8 layers, 23 or 24 decoded tokens need 4 experts each, and the prompt needs 4 to 32.
+    assert 8 * (23 * 4 + 4) <= needed <= 8 * (24 * 4 + 32)
     assert after["vllm_dymoe_budget_bytes",] == stats["budget_bytes"]
     assert after["vllm_dymoe_resident_experts", "high"] == stats["resident_experts"]["high"]
     assert 0 < after["vllm_dymoe_resident_experts", "high"] <= after["vllm_dymoe_slots", "high"] == 64

@@ -58,7 +58,7 @@ runtime.TOKENS, runtime.BUSY_BYTES = (1, 2, 20), 1 << 10
 graphs.STEPS, graphs.BATCH, graphs.WIDE = 3, 2, 20
 sanitizer.TOKENS = (1, 10)
 speeds.KERNEL_LAYERS, speeds.KERNEL_TOKENS = kernel_speeds.LAYERS, (1,)
-kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 9), (("4",),)
+kernel_speeds.TOKENS, kernel_speeds.run.__defaults__ = (1, 20), (("4",),)
 speeds.MODEL = Model(layers=2, experts=8, top_k=2, hidden=64, intermediate=64)
 speeds.WARM, speeds.STEPS = 1, {"decode": (1, 3), "prefill": (20, 2)}
 

@@ -1,16 +1,21 @@
 """Random packed matrices and experts for kernel tests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from benchmarks.gpu.experts import ExpertWork, random_packed
+from benchmarks.gpu.experts import random_packed
 from vllm_dymoe.experts.encoding import CODEBOOKS, NESTED, PLAIN, STEPS, UPPER_HALVES, Encoding, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat
+from vllm_dymoe.experts.format import PackedExpert as Views
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
-from vllm_dymoe.kernels import Activation, Curve, expert_reference, pack, unpack
+from vllm_dymoe.kernels import Activation, CpuKernel, Curve, expert_reference, pack, unpack
+from vllm_dymoe.planner.plan import Grouped, LayerPlan
 
 ACTIVATIONS = (
     Activation.SILU,
@@ -40,6 +45,26 @@ SIZES = {
 }
 MIXED = SIZES | {"activation": st.sampled_from(ACTIVATIONS), "seed": st.integers(0, 1000)}
 """Sizes that are no multiples of a tile, and inputs that differ between calls."""
+
+
+class ExpertWork(NamedTuple):
+    """One expert's part of one layer's step."""
+
+    gate: PackedMatrix  # [intermediate, hidden], or [0, hidden] without a gate
+    up: PackedMatrix  # [intermediate, hidden]
+    down: PackedMatrix  # [hidden, intermediate]
+    tokens: torch.Tensor  # int64 [n], rows of x that are routed to the expert
+    pairs: torch.Tensor  # int64 [n], rows of out to write, token * top_k + k
+
+
+def compute_experts(kernel: CpuKernel, x: torch.Tensor, work: Sequence[ExpertWork], out, activation) -> None:
+    """Compute some experts in one call."""
+    bounds = [0, *accumulate(len(expert.tokens) for expert in work)]
+    rows, pairs = (torch.cat([getattr(expert, name) for expert in work]) for name in ("tokens", "pairs"))
+    items = list(range(len(work)))
+    views = [Views(*expert[:3]) for expert in work]
+    kernel.begin(x, LayerPlan.of_experts(Grouped(items, bounds, rows, pairs), views), out, activation)
+    kernel.compute(items)
 
 
 def check_mix(compute, work_of, x, experts, chosen, activation, tolerance):

@@ -1,4 +1,4 @@
-"""The kernels that the first call compiles, without a GPU or the interpreter.
+"""The kernels that a server compiles before it serves, without a GPU or the interpreter.
 
 Driver and compiler do nothing, but Triton's own runtime is real: it decides what must be compiled for a launch.
 """
@@ -8,79 +8,62 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json
+from unittest import mock
+
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from tests.kernels.matrices import random_expert
-from benchmarks.gpu.experts import ExpertWork, compute_experts
-from vllm_dymoe.kernels import (Activation)
-from vllm_dymoe.kernels.triton import TritonKernel
+from triton.runtime.jit import JITFunction
 
-events = []
+from tests.executor.device_planned import decode, device_planned_server, run_large_batch
+from tests.executor.steps import random_step
+from tests.small_model import make_experts, make_store
+from tests.support.no_launches import CardParts, no_launches
+from vllm_dymoe.kernels import Activation
+from vllm_dymoe.policies.dymoe import Dymoe
+from vllm_dymoe.policies.exact import Exact
 
+# name: policy, precisions, bits of the low version, whether versions are nested
+SERVERS = {"4": (Exact(), (4,), 0, False), "8": (Exact(), (8,), 0, False), "4/2": (Dymoe(), (4, 2), 2, True)}
+compiled, found = [], {}
+with no_launches():
+    nothing = JITFunction._do_compile
 
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+    def noted(kernel, *rest, **named):
+        compiled.append(kernel.__name__)
+        return nothing(kernel, *rest, **named)
 
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-class Kernel:
-    function = packed_metadata = None
-
-    def __init__(self, name):
-        self.name = name
-
-    def launch_metadata(self, *arguments):
-        return None
-
-    def run(self, *arguments):
-        events.append(("run", self.name))
-
-
-def compile(source, target, options, **others):
-    constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
-    events.append(("compile", source.fn.__name__ + json.dumps(constants, sort_keys=True)))
-    return Kernel(events[-1][1])
-
-
-triton.compiler.compile = compile
-driver.set_active(Driver())
-experts = {bits: random_expert(100, 70, bits, steps=bits == 4, act_order=bits == 4) for bits in (4, 2)}
-kernel = TritonKernel("cpu", formats=[expert.formats for expert in experts.values()])
-calls = []
-for activation, bits, counts in (("silu", 2, (1,)), ("silu", 4, (3, 10, 40, 200)), ("gelu", 2, (1, 200))):
-    expert = experts[bits]
-    x = torch.zeros(200, 100, dtype=torch.bfloat16)
-    out = torch.zeros(200, 100, dtype=torch.bfloat16)
-    rows = [torch.arange(count) for count in counts]
-    work = [ExpertWork(expert.gate, expert.up, expert.down, index, index) for index in rows]
-    compute_experts(kernel, x, work, out, Activation.parse(activation))
-    calls.append(list(events))
-    events.clear()
-print(json.dumps(calls))
+    with mock.patch.object(JITFunction, "_do_compile", noted):
+        for name, (policy, bits, low, nested) in SERVERS.items():
+            store = make_store(make_experts(bits=bits, layers=2, num_experts=16, nested=nested))
+            options = {"low": low, "high": bits[0], "parts": CardParts(torch.device("cpu"))}
+            server = device_planned_server(store, "50%", policy, **options)
+            compiled.clear()
+            server.small_batches.warm_up(Activation.SILU)
+            at_first = list(compiled)
+            compiled.clear()
+            for tokens in (1, 2, 8, 9, 16, 17, 65, 200):
+                run = decode if tokens <= 16 else run_large_batch
+                for layer in range(2):
+                    run(server, layer, *random_step(tokens, tokens, store.experts))
+            found[name] = at_first, list(compiled)
+            server.close()
+print(json.dumps(found))
 """
 
 
-def test_the_first_call_compiles_what_later_ones_need():
+@pytest.fixture(scope="module")
+def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second, third = json.loads(done.stdout)
-    compiled = [name for kind, name in first if kind == "compile"]
-    assert len(compiled) == len(set(compiled)) == 9  # expert placement, two for decode, two for each of three tiles
-    assert [kind for kind, _ in first] == ["compile"] * 9 + ["run"] * 2
-    assert [kind for kind, _ in second] == ["run"] * 8
-    assert {name for _, name in second} == {name for name in compiled if not name.startswith("place_kernel")}
-    # For another activation, only kernels that contain it are new.
-    assert sorted(name.split("{")[0] for kind, name in third if kind == "compile") == (
-        ["gate_up_kernel"] + 3 * ["grouped_gate_up_kernel"]
-    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("precisions", ["4", "8", "4/2"])
+def test_no_request_waits_for_the_compiler(compiled, precisions):
+    at_first, later = compiled[precisions]
+    assert {"mma_gate_up_kernel", "mma_down_kernel"} <= set(at_first)
+    assert later == []

@@ -116,7 +116,7 @@ def test_a_row_of_another_source_or_tile_is_stale(compile_table, variants, monke
     source = variants._code
     monkeypatch.setattr(variants, "_code", lambda module: source(module) + ("\npass" if module == "rows" else ""))
     kept = compile_table.fresh(rows, planned())
-    others = {"combine", "place", "choose", "decide", "copy_spans", "count", "list", "place_pairs"}
+    others = {"combine", "choose", "decide", "copy_spans", "count", "list", "place_pairs"}
     others |= {"count_uses", "post", "wait", "collect", "ask", "take_sources", "rotate", "popularity"}
     others |= {"name_experts", "judge_predicted", "list_predicted", "copy_predicted"}
     grouped = {"grouped_gate_up", "grouped_down", "mma_grouped_gate_up", "mma_grouped_down"}

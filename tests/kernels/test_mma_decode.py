@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.benchmarks import modules_of
-from vllm_dymoe.experts.encoding import E8, E8_NESTED, FP8, MXFP4, NESTED, NVFP4, STEPS
+from vllm_dymoe.experts.encoding import E8, E8_NESTED, FP8, MXFP4, NESTED, NVFP4, STEPS, encoding_of
 from vllm_dymoe.kernels import Activation, Curve, Decode
 
 pytest.importorskip("triton")
@@ -20,11 +20,10 @@ pytest.importorskip("triton")
 from vllm_dymoe.experts.format import DownFormat, ExpertFormat
 from vllm_dymoe.kernels.cpu_queue import QueueShape
 from vllm_dymoe.kernels.lattice import rotate
-from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
+from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.launch import fastest_decode
 from vllm_dymoe.kernels.triton.mma_twin import mma_rows_plain
-from vllm_dymoe.kernels.triton.plan import DECODE
 from vllm_dymoe.kernels.triton.start import Overlap
 from vllm_dymoe.kernels.triton.tiles import choose_tiles
 from vllm_dymoe.planner.plan import LayerPlan
@@ -275,20 +274,14 @@ def test_tiles_say_how_many_positions_are_computed_at_a_time():
         replace(tiles.down, tensor_cores=4)
 
 
-@pytest.mark.parametrize(("counts", "most"), [([1, 7], 8), ([8], 8), ([1, 9], 16), ([40, 2], 16)])
-def test_a_step_takes_the_kernels_for_its_largest_expert(counts, most):
-    kernel = TritonKernel("cpu", decode=Decode.TENSOR_CORES)
-    shape = ExpertShape(128, 64, 32, torch.bfloat16)
-    tiles, plan = kernel.plan(shape, frozenset({4}), counts)
-    assert tiles.gate_up.tensor_cores == tiles.down.tensor_cores == most
-    decoded = [run for run in plan.runs if run.grouped == DECODE]
-    assert sum(run.stop - run.first for run in decoded) == sum(count for count in counts if count <= most)
-    for expert, pieces in zip(plan.order, plan.pieces, strict=True):
-        if counts[expert] <= most:
-            assert [end - begin for _, begin, end in pieces] == [1], "an expert's bytes are read once"
-    plain, _ = TritonKernel("cpu").plan(shape, frozenset({4}), counts)
-    mixed, _ = kernel.plan(shape, frozenset({16, 4}), counts)
-    assert plain.gate_up.tensor_cores == mixed.gate_up.tensor_cores == 0
+@pytest.mark.parametrize(
+    ("bits", "tensor_cores"), [((4, 2), True), ((16, 4), False)], ids=["integers", "beside 16 bits"]
+)
+def test_a_step_takes_the_fastest_kernels_that_all_its_experts_have(bits, tensor_cores):
+    formats = [ExpertFormat(128, 64, encoding_of(some), 32, torch.bfloat16).matrices for some in bits]
+    step = TritonKernel("cpu", decode=Decode.TENSOR_CORES).small_batch_step(formats, Activation.SILU)
+    assert bool(step.tiles.gate_up.tensor_cores) == bool(step.tiles.down.tensor_cores) == tensor_cores
+    assert step.decode is (Decode.TENSOR_CORES if tensor_cores else Decode.PLAIN)
 
 
 class Enqueued(TorchDispatchMode):

@@ -16,9 +16,7 @@ from vllm_dymoe.kernels import Activation, Curve, Grouped, dequantize
 
 pytest.importorskip("triton")
 
-from vllm_dymoe.kernels.triton import ExpertShape, TritonKernel
 from vllm_dymoe.kernels.triton.launch import fastest_grouped
-from vllm_dymoe.kernels.triton.plan import DECODE
 
 TWIN = 3e-4
 """Of a norm: sums that differ in their last bit round to another 16-bit number here and there."""
@@ -118,19 +116,6 @@ def test_faults_in_the_compiled_code_are_found(host, fault):
 
     launch = host.Launch(STEPS[4], 1, grouped=True, sizes=(136, 72))
     assert not host.ran(launch, host.Host(90, changed)).error < host.TOLERANCE
-
-
-def kernel_of(grouped):
-    return TritonKernel("cpu", grouped=grouped)
-
-
-def test_items_have_up_to_64_positions_whatever_remains():
-    shape, counts = ExpertShape(128, 64, 32, torch.bfloat16), [1, 17, 64, 65, 200]
-    tiles, plan = kernel_of(Grouped.IN_REGISTERS).plan(shape, frozenset({4}), counts)
-    assert all(tile.in_registers for tile in (*tiles.grouped_gate_up, *tiles.grouped_down))
-    sizes = [last - first for _, first, last in plan.items]
-    assert sizes == [1, 17, 64, 64, 1, 64, 64, 64, 8]
-    assert [run.grouped for run in plan.runs] == [DECODE, 0]
 
 
 @pytest.mark.parametrize(

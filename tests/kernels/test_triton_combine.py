@@ -12,7 +12,6 @@ from tests.kernels.sections import DEVICE
 from tests.operations import Operations
 from vllm_dymoe.kernels.combine import Pairs, combine, combine_with_torch
 from vllm_dymoe.kernels.triton import combine as on_gpu
-from vllm_dymoe.kernels.triton.start import run_kernel
 
 NAN = float("nan")
 
@@ -90,9 +89,7 @@ def test_it_is_the_plain_loop_to_the_last_bit(
     poison = torch.full((tokens, hidden), NAN, dtype=dtype)
     got = on_the_card(pairs, poison)
     assert same_bits(got, want)
-    twin = torch.full((tokens, hidden), NAN, dtype=dtype)
-    combine_with_torch(pairs, twin)
-    assert same_bits(twin, want)
+    assert same_bits(combine_with_torch(pairs), want)
     handed_on = {"expert_ids": expert_ids if ids else None, "renormalize": pairs.renormalize}
     assert same_bits(combine(out, weights, skipped=set(skipped), **handed_on), want), "the processor's"
 
@@ -117,10 +114,8 @@ def test_infinities_negative_zeros_and_subnormals():
     weights = torch.tensor([[0.5, 0.25]])
     pairs = Pairs(out, weights, None, None, False)
     want = plain_loop(out, weights, torch.zeros(1, 2, dtype=torch.bool))
-    got, twin = on_the_card(pairs, torch.zeros(1, 4).bfloat16()), torch.zeros(1, 4).bfloat16()
-    combine_with_torch(pairs, twin)
-    assert same_bits(got, want)
-    assert same_bits(twin, want)
+    assert same_bits(on_the_card(pairs, torch.zeros(1, 4).bfloat16()), want)
+    assert same_bits(combine_with_torch(pairs), want)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
@@ -139,22 +134,6 @@ def test_one_launch_for_a_layer_and_no_other_operation():
     )
     into = torch.empty(2048, 64, device=DEVICE).bfloat16()
     with Operations() as operations:
-        on_gpu._launch(pairs, into, lambda kernel, grid, *rest: started.append(grid))
+        on_gpu.combine_on_gpu(pairs, into, start=lambda kernel, grid, *rest: started.append(grid))
     assert started == [(2048, 1)]
     assert operations.names == []
-
-
-def test_the_first_call_compiles_what_absent_pairs_need(monkeypatch):
-    on_gpu._compile.cache_clear()
-    compiled = []
-    monkeypatch.setattr(
-        on_gpu, "compile_kernel", lambda kernel, grid, tensors, constants, options: compiled.append(constants)
-    )
-    out, weights = torch.ones(2, 8, device=DEVICE).bfloat16(), torch.ones(1, 2, device=DEVICE)
-    for _ in range(2):
-        on_gpu.combine_on_gpu(Pairs(out, weights, None, None, False), torch.empty(1, 8, device=DEVICE).bfloat16())
-    assert [tuple(c[name] for name in ("ABSENT", "SKIPPED", "RENORMALIZE")) for c in compiled] == [
-        (False, False, False), (True, False, False), (True, True, False), (True, True, True),
-    ]  # fmt: skip
-    on_gpu._compile.cache_clear()
-    assert run_kernel is on_gpu.run_kernel

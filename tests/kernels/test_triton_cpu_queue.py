@@ -9,7 +9,7 @@ import torch
 from tests.executor.device_planned import check_device_planned, decode, device_planned_server, run_large_batch
 from tests.executor.steps import random_step
 from tests.kernels.sections import DEVICE, TOLERANCE, poisoned, relative_error
-from tests.kernels.test_triton_server import triton_kernel
+from tests.kernels.test_triton_server import CARD
 from tests.small_model import make_experts, make_store
 from tests.support import decode_steps
 from tests.support.decode_steps import COSTS, decide, make_table, rows
@@ -19,7 +19,6 @@ from vllm_dymoe.kernels.cpu_queue import Ask, QueueMemory, QueueShape, ask_plain
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue, ask, collect, post, take_sources
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.rule import HIGH, LOW
-from vllm_dymoe.server import expert_server
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="make gpu rings with memory that both sides map"),
@@ -102,13 +101,12 @@ def test_ask_and_take_are_their_plain_twins(nested):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_steps_whose_experts_come_from_disk_have_the_bits_of_steps_from_memory(nested, monkeypatch):
-    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
+def test_steps_whose_experts_come_from_disk_have_the_bits_of_steps_from_memory(nested):
     store = make_store(make_experts(layers=2, nested=nested))
     steps = [(0, 0, 1), (1, 1, 2), (2, 0, 18), (3, 1, 1), (0, 0, 1)]
     outs = []
     for source in (store, FaultyStore(store)):
-        server = device_planned_server(source, "50%", low=2)
+        server = device_planned_server(source, "50%", low=2, **CARD)
         outs.append([
             (decode if tokens <= 16 else run_large_batch)(server, layer, *random_step(seed, tokens, store.experts))
             for seed, layer, tokens in steps
@@ -120,15 +118,15 @@ def test_steps_whose_experts_come_from_disk_have_the_bits_of_steps_from_memory(n
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_step_with_a_cpu_queue_is_the_step_without_one(nested, monkeypatch):
+def test_a_step_with_a_cpu_queue_is_the_step_without_one(nested):
     """Rows from the CPU differ in the last bits; all others are the same.
 
     The CPU has another kernel.
     """
-    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
     store = make_store(make_experts(layers=2, nested=nested))
     want, outs = [], []
-    with_all, shared = device_planned_server(store, "100%"), device_planned_server(store, "minimum", misses="compute")
+    with_all = device_planned_server(store, "100%", **CARD)
+    shared = device_planned_server(store, "minimum", misses="compute", **CARD)
     for seed, layer, tokens in ((0, 0, 1), (1, 1, 2), (2, 0, 3), (3, 1, 1)):
         step = random_step(seed, tokens, store.experts)
         want.append(decode(with_all, layer, *step))

@@ -3,8 +3,6 @@
 Experts are resident or fetched, and batches small or large.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,9 +21,7 @@ from tests.kernels.sections import (
     relative_error,
     work_list,
 )
-from tests.kernels.test_triton_kernel import compute, make_kernel
 from vllm_dymoe.experts.encoding import E8, E8_NESTED
-from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.lattice import rotate
 from vllm_dymoe.kernels.triton import DecodeTile, ExpertShape, GroupedTile
 from vllm_dymoe.kernels.triton.rotate import rotate_inputs, rotated_inputs
@@ -103,27 +99,7 @@ def test_any_way_agrees_with_the_reference(bits, tokens, activation, tile, wide,
             assert relative_error(got, want) < TOLERANCE[dtype], (bits[expert], got is many)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="sections are where the test made them")
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_a_call_with_both_readings(tokens):
-    """The server's kernel rotates once, and tokens do not change each other's bits."""
-    x, rows = random_x(tokens, 96, torch.float16), list(range(tokens))
-    experts = [random_expert(96, 80, E8_NESTED, 64, torch.float16, seed, bias=True) for seed in (3, 5)]
-    low = experts[1]
-    low = replace(low, **{n: replace(p, format=p.format.base, residual=None) for n, p in vars(low).items()})
-    pairs = [[2 * row + k for row in rows] for k in range(2)]
-    work = [expert.work(rows, some) for expert, some in zip((experts[0], low), pairs, strict=True)]
-    out = compute(make_kernel(), x, work, 2 * tokens)
-    for k, expert in enumerate((experts[0], low)):
-        want = expert_reference(x.cpu(), expert.gate, expert.up, expert.down, Activation.SILU)
-        assert relative_error(out[k::2], want) < TOLERANCE[torch.float16]
-    alone = torch.cat([compute(make_kernel(), x, [part], 2 * tokens)[k::2] for k, part in enumerate(work)])
-    assert torch.equal(torch.cat((out[::2], out[1::2])), alone)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="sections are where the test made them")
 def test_rotated_inputs_are_of_no_use_to_other_codes():
-    experts = [random_expert(96, 80, encoding, 64) for encoding in (E8_NESTED, 4)]
-    work = [expert.work([0], [row]) for row, expert in enumerate(experts)]
+    lattice, integers = (random_expert(96, 80, encoding, 64).formats for encoding in (E8_NESTED, 4))
     with pytest.raises(ValueError, match="lattice codes"):
-        compute(make_kernel(), random_x(1, 96, torch.bfloat16), work, 2)
+        ExpertShape.of([lattice, integers])

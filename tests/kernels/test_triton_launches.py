@@ -507,6 +507,22 @@ def test_whole_codes_and_halves_of_the_same_bits_cannot_share_a_launch():
         table_of_slices(nested, [0x1000], [4], DEVICE, [0x2000], [0x3000])
 
 
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ({"group_size": 64}, "different group sizes"),
+        ({"intermediate": 96}, "different intermediate sizes"),
+        ({"bias": True}, "without a bias"),
+        ({"integer_zeros": True}, "integer zeros or a column order"),
+        ({"act_order": True}, "integer zeros or a column order"),
+    ],
+)
+def test_experts_that_disagree_cannot_share_a_launch(second, sentence):
+    fmt = ExpertFormat(64, 64, STEPS[4], 32, BFLOAT16)
+    with pytest.raises(ValueError, match=sentence):
+        ExpertShape.of([fmt.matrices, replace(fmt, **second).matrices])
+
+
 NONE = frozenset()
 
 

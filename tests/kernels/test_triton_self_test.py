@@ -3,44 +3,34 @@
 import pytest
 import torch
 
-from tests.executor.steps import FAST
+from tests.executor.steps import CPU, FAST
 from tests.kernels.sections import DEVICE
 from tests.small_model import make_experts
-from vllm_dymoe.kernels import Activation, native
-from vllm_dymoe.kernels.triton import TritonKernel, small_batch_step
+from tests.support.no_launches import CardParts
+from vllm_dymoe.kernels import Activation, Decode, Grouped, native
+from vllm_dymoe.kernels.triton import small_batch_step
 from vllm_dymoe.options import Options
-from vllm_dymoe.server import expert_server
 from vllm_dymoe.server.self_test import self_test
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the server's own device is the CPU here")
 OPTIONS = Options(high=4, low=0, group_size=32, link_gbps=FAST)
 
 
-@pytest.fixture
-def run(monkeypatch):
-    kinds = []
-
-    def triton_kernel(device, workspace_bytes, formats, activations, **options):
-        kinds.append(TritonKernel)
-        return TritonKernel(device, workspace_bytes, formats)
-
-    def test():
-        experts = make_experts(bits=(4,), num_experts=4, hidden=128, dtype=torch.float16)
-        found = self_test(experts, OPTIONS, torch.device("cpu"), [Activation.SILU])
-        assert set(kinds) == {TritonKernel}
-        assert found.skipped == ""
-        return found
-
-    monkeypatch.setattr(expert_server, "make_kernel", triton_kernel)
-    return test
+def run(**given):
+    experts = make_experts(bits=(4,), num_experts=4, hidden=128, dtype=torch.float16)
+    found = self_test(
+        experts, OPTIONS, CPU, [Activation.SILU], parts=CardParts(CPU, Decode.PLAIN, Grouped.PLAIN), **given
+    )
+    assert found.skipped == ""
+    return found
 
 
-def test_right_kernels_pass(run):
+def test_right_kernels_pass():
     found = run()
     assert (found.failure, found.steps) == ("", 4 if native.load() is None else 6)
 
 
-def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):
+def test_a_wrong_strip_of_columns_is_found(monkeypatch):
     whole = small_batch_step.decode_down
 
     def wrong(hidden, out, *others, **named):

@@ -51,13 +51,20 @@ class _Compiled:
 
 
 class CardParts(Parts):
-    """The kernels that a Hopper card uses, for a device that is a CPU."""
+    """A card's kernels, for a device that is a CPU.
+
+    Args:
+        decode: how experts of few tokens are computed; the fastest way of a Hopper card is the default.
+        grouped: likewise, of more tokens.
+    """
+
+    def __init__(self, device, decode=Decode.CHAINED, grouped=Grouped.IN_REGISTERS):
+        super().__init__(device)
+        self._ways = {"decode": decode, "grouped": grouped}
 
     def decode_kernel(self, kernel, experts, link_gbps=None):
         """Return the card's kernels, with their own scratch."""
-        formats = [fmt.matrices for fmt in experts.formats.values()]
-        on_card = TritonKernel("cpu", formats=formats, decode=Decode.CHAINED, grouped=Grouped.IN_REGISTERS)
-        return TritonKernels(on_card, experts, SMALL_BATCH_ROWS)
+        return TritonKernels(TritonKernel("cpu", **self._ways), experts, SMALL_BATCH_ROWS)
 
 
 @contextmanager

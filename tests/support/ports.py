@@ -1,4 +1,4 @@
-"""Ports for servers that tests start."""
+"""Ports for servers that tests and tools start."""
 
 import contextlib
 import random

@@ -16,7 +16,7 @@ from tests.support.happens_before import Agent, Clock, History
 from tests.support.memory_writer import MemoryStore
 from vllm_dymoe.cache.store import HostStore
 from vllm_dymoe.experts.format import EVERY_PROJECTION, ModelExperts, SliceKey
-from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.planner.plan import LayerPlan
 
 COMPUTATION = "computation"
@@ -118,7 +118,7 @@ class RecordedStreams:
             raise CaptureError("operation not permitted when stream is capturing")
 
 
-def record_reads(kernel: ExpertKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
+def record_reads(kernel: CpuKernel, history: History, stream: Agent | None, pause: Callable[[], None]) -> None:
     """Record which weights a kernel reads, with a pause before each projection.
 
     The kernel computes on the host, as if on ``stream``, or on the calling thread if that is None.

@@ -14,6 +14,7 @@ from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.kernels.cpu import CpuKernel
 from vllm_dymoe.kernels.native import Library
+from vllm_dymoe.planner.routing import Routing
 from vllm_dymoe.vllm_plugin import moe_method
 
 
@@ -51,21 +52,25 @@ def test_on_a_cpu_three_frames_lie_before_the_native_call(monkeypatch, memory_st
     assert len(found) <= 3, found
 
 
-def test_on_a_cpu_a_layer_takes_few_python_calls(memory_store):
+def test_a_layer_on_a_cpu_takes_few_calls_of_python_and_its_routing_few_modules(memory_store):
     server = make_server(memory_store, misses="compute")
     if server.host_planned.cpu is None:
         pytest.skip("the native library was not built")
-    served, random, called = rank_of(server), random_step(0, 1, server.experts), []
-    output = scheduled(1)
-    served.begin_step(output)
-    served.forward(LAYERS[0], *random)
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
-    try:
-        served.forward(LAYERS[0], *random)
-    finally:
+    rank, (x, weights, ids), calls = rank_of(server), random_step(0, 1, server.experts), []
+
+    def seen(frame, event, argument):
+        if event == "call":
+            routed = any(value is ids or isinstance(value, Routing) for value in frame.f_locals.values())
+            calls.append((frame.f_globals["__name__"].rpartition(".")[2], routed))
+
+    for watch in (None, None, seen):  # the first step fetches
+        rank.begin_step(output := scheduled(1))
+        sys.setprofile(watch)
+        rank.forward(LAYERS[0], x, weights, ids)
         sys.setprofile(None)
-    served.end_model(None, output, None)
-    assert len(called) <= 9, called
+        rank.end_model(None, output, None)
+    assert len(calls) <= 8, calls
+    assert [module for module, routed in calls if routed] == ["rank_server", "routing", "host_planned", "cpu_executor"]
 
 
 @pytest.mark.parametrize(("budget", "most"), [("100%", 6), ("minimum", 7)])

@@ -12,13 +12,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from tests.executor.steps import CPU, make_server, random_step
+from tests.support.faulty_store import FaultyStore
 from tests.vllm_plugin.steps import rank_of, scheduled
-from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.cache.transfer import TransferError, make_engine
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.options import Options
 from vllm_dymoe.planner.routing import Phase
+from vllm_dymoe.policies import make_policy
 from vllm_dymoe.policies.base import PrecisionPolicy
 from vllm_dymoe.server import ExpertServer
+from vllm_dymoe.vllm_plugin.expert_ids import bounded_map
 from vllm_dymoe.vllm_plugin.failures import StepFailures
 from vllm_dymoe.vllm_plugin.moe_method import DymoeMoEMethod
 from vllm_dymoe.vllm_plugin.observers import Observer
@@ -252,3 +256,30 @@ def test_a_rank_starts_over_after_any_ranks_failure_where_ranks_add_up(memory_st
     monkeypatch.setattr(rank.server, "start_over", lambda: calls.append(1))
     rank.begin_step(scheduled(1))
     assert calls == [1] * (adds_up and failed)
+
+
+def test_ranks_that_share_out_experts_have_one_threshold_after_one_could_not_compute_a_step(memory_store):
+    """It computes none of the step's later layers, but it sees the same routing there as the others."""
+    faulty, experts = FaultyStore(memory_store), memory_store.experts
+    everywhere = dataclasses.replace(experts, num_experts=2 * experts.num_experts)
+    ranks, layers = [], []
+    for number, store in enumerate((memory_store, faulty)):
+        engine = make_engine(store, CPU, 0, io_threads=0)
+        options = {"policy_options": {"retention": 0.4}, "misses": "fetch"}
+        ranks.append(rank_of(make_server(store, "50%", "dymoe", engine=engine, **options)))
+        own = torch.full((everywhere.num_experts,), -1, dtype=torch.int32)
+        own[number::2] = torch.arange(experts.num_experts, dtype=torch.int32)
+        layers.append([RankLayer(layer, Activation.SILU, bounded_map(own)) for layer in range(len(experts.layers))])
+    for step in range(4):
+        faulty.action = lambda number, key, step=step: "fail" if step == 2 else None
+        for rank, own_layers in zip(ranks, layers, strict=True):
+            rank.begin_step(scheduled(*[1] * 7))
+            for layer in own_layers:
+                rank.forward(layer, *random_step(10 * step + layer.position, 7, everywhere))
+        failed = [rank.failures.sentence is not None for rank in ranks]
+        assert failed == [False, step == 2]
+        for rank in ranks:
+            rank.end_model(None, None, ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
+        one, other = ([part.tolist() for part in rank.server.policy.precision.thresholds] for rank in ranks)
+        assert one == other, f"after step {step}"
+    assert one != [part.tolist() for part in make_policy(ranks[0].server.options).precision.thresholds], "none moved"

@@ -13,7 +13,7 @@ from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.prefetch import PredictorError
-from vllm_dymoe.server.live import HEAT_BITS, pack_cells
+from vllm_dymoe.server.live import SCORE_BITS, pack_cells
 from vllm_dymoe.vllm_plugin import worker
 from vllm_dymoe.vllm_plugin.worker import DymoeWorkerExtension
 
@@ -65,7 +65,7 @@ def test_the_live_state_says_what_the_table_says(policy, memory_store, monkeypat
     state = DymoeWorkerExtension().dymoe_live()
     table = server.cache.table
     cells = np.frombuffer(base64.b64decode(state["cells"]), np.uint8).reshape(table.layers, table.experts)
-    assert np.array_equal(cells >> HEAT_BITS, table.precision)
+    assert np.array_equal(cells >> SCORE_BITS, table.precision)
     assert (len(state["layers"]), state["experts"]) == cells.shape
     assert state["resident"] == {
         name: int((table.precision == CODES[Precision(name)]).sum()) for name in state["slots"]
@@ -85,5 +85,5 @@ def test_a_cell_is_a_precision_and_a_share_of_the_layers_largest_score():
     precision = np.array([[0, 1, 2, 2], [0, 0, 0, 0]], np.int8)
     score = np.array([[0, 1, 500, 1000], [0, 0, 0, 0]], np.int64)
     cells = pack_cells(precision, score)
-    assert np.array_equal(cells >> HEAT_BITS, precision)
+    assert np.array_equal(cells >> SCORE_BITS, precision)
     assert (cells & 63).tolist() == [[0, 1, 32, 63], [0, 0, 0, 0]], "whatever was used is not cold"

@@ -12,7 +12,6 @@ from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError, ExpertBudget
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, choices, recommended, shown
-from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device, parse_rate
 from vllm_dymoe.plan.model import ModelShape, read_shape
 from vllm_dymoe.plan.ranks import Ranks
@@ -58,8 +57,7 @@ def run(
         f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} per token; experts "
         f"{size(packed.nbytes(16))} at 16 bits, {size(packed.nbytes(4))} at 4; everything else "
         f"{size(whole.dense_bytes)}.\n{device.name}: {size(device.memory)}, reads {device.bandwidth / 1e9:.0f} GB/s, "
-        f"experts at {rate.read / 1e9:.0f} GB/s ({_source(card, rate.card)}), its link {device.link / 1e9:.1f} GB/s, "
-        f"{1e6 * Costs.measured().host_layer:.0f} us of the host for a layer that it plans; "
+        f"experts at {rate.read / 1e9:.0f} GB/s ({_source(card, rate.card)}), its link {device.link / 1e9:.1f} GB/s; "
         f"routing is {routers}."
         + (f"\nHost memory holds {host_memory} of experts, the disk reads {disk}." if disk else "")
     )

@@ -59,7 +59,7 @@ class DiskQueue:
         self._landing = list(self._memory[1][: count * each].view(count, each))  # free places of the largest slice
         for some in self._memory:
             if (reason := lock(some)) is not None:
-                raise OSError(f"{some.numel()} bytes for reading from disk cannot be locked for the device ({reason})")
+                raise OSError(f"{some.numel()} bytes for reading from disk cannot be pinned for the device ({reason})")
         self.queue, self._library = QueueMemory(shape, memory), native_library()
         self.turn = torch.tensor([0, 0, self.queue.address], device=device)
         self.bits: dict[int, int] = {}

@@ -23,7 +23,7 @@ from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.executor.prefetcher import Prefetcher
 from vllm_dymoe.executor.streamed_layer import LayerStep
-from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.kernels import Activation, CpuKernel, combine
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.link_share import HostWaits, LinkShare
 from vllm_dymoe.planner.plan import LayerPlan
@@ -54,7 +54,7 @@ class HostPlannedLayers:
 
     Args:
         fetcher: brings experts into the cache's slots.
-        kernel: computes on a CPU; a device's is not used here.
+        kernel: computes on a CPU; None with a GPU, whose steps are its own.
         policy: chooses precisions.
         bits: bits of each precision; 0 for one that is skipped.
         predictor: predicts experts of later layers; None if the host uses no predictions.
@@ -71,7 +71,7 @@ class HostPlannedLayers:
     def __init__(
         self,
         fetcher: Fetcher[DeviceCache],
-        kernel: ExpertKernel,
+        kernel: CpuKernel | None,
         policy: Policy,
         bits: Mapping[Precision, int],
         predictor: Measured | None,
@@ -84,7 +84,7 @@ class HostPlannedLayers:
         agree: Agree = list,
         device_waits: DeviceWaits | None = None,
     ) -> None:
-        self.fetcher, self.cache, self.engine, self.kernel = fetcher, fetcher.cache, fetcher.engine, kernel
+        self.fetcher, self.cache, self.engine, self._kernel = fetcher, fetcher.cache, fetcher.engine, kernel
         self.policy, self.bits, self.predictor = policy, bits, predictor
         self.counts, self.prefetch_stats, self.disk = counts.residency, counts.prefetch, counts.disk
         self.executes_in_place, self.cpu = executes_in_place, cpu
@@ -144,6 +144,11 @@ class HostPlannedLayers:
             self.migration.count_decoded(tokens)
 
     # -- in a step --------------------------------------------------------------------------------
+
+    @property
+    def kernel(self) -> CpuKernel:
+        assert self._kernel is not None, "a GPU runs its own steps"
+        return self._kernel
 
     def forward(self, routing: Routing, activation: Activation = Activation.SILU) -> torch.Tensor:
         """Run one MoE layer.

@@ -150,7 +150,8 @@ class LargeBatches:
         follows = self._kinds[layer + 1 : layer + 2] == (kind,)  # a layer with these formats
         foresees = shape.streamed_groups and follows and layer + 1 != self._layers and active >= _MOST_ACTIVE
         ahead = self._ahead_code if foresees else 0
-        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks, global_ids)
+        everywhere = global_ids if self._table.all_experts else None
+        step.plan(layer, x, weights, ids, self._rows, self._groups % 2, ahead, marks, everywhere)
         if self._count is not None:
             self._count(layer, step.ids, weights)
         if not shape.streamed_groups:
@@ -214,11 +215,11 @@ class LargeBatches:
         Args:
             x: more rows than a small batch has, and as many as :func:`crowded_tokens`.
         """
-        global_ids = ids.clone() if self._table.all_experts else None
+        everywhere = ids.clone()  # another tensor, as in a step of requests
         for captured, rows in product((False, True), {SMALL_BATCH_ROWS + 1, len(x)}):
             given = layer, x[:rows], weights[:rows], ids[:rows], activation
             told: dict[str, Any] = {"captured": captured, "weights_on_input": weights_on_input}
-            told["global_ids"] = None if global_ids is None else global_ids[:rows]
+            told["global_ids"] = everywhere[:rows]
             for marks in (None, x.new_zeros(rows, dtype=torch.int8)):
                 self.forward(*given, marks, **told)
                 self.settle()

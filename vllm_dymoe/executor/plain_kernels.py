@@ -16,7 +16,7 @@ from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 from vllm_dymoe.experts.matrix import MatrixFormat, PackedMatrix
-from vllm_dymoe.kernels import Activation, ExpertKernel, combine
+from vllm_dymoe.kernels import Activation, CpuKernel, combine
 from vllm_dymoe.kernels.cpu_queue import ask_plain, collect_plain, post_plain, take_plain
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.large_batch import RESIDENT, LargeBatchShape, LargeBatchWork, plan_large_batch
@@ -45,7 +45,7 @@ class PlainKernels:
     name = "planned and fetched as by a device, on the CPU"
 
     def __init__(
-        self, kernel: ExpertKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None,
+        self, kernel: CpuKernel, formats: Sequence[Mapping[int, ExpertFormat]], link_gbps: float | None = None,
         disk_queue: DiskQueue | None = None,
     ) -> None:  # fmt: skip
         self._disk_queue, self._given = disk_queue, (kernel, formats, link_gbps)

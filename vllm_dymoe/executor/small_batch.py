@@ -170,15 +170,16 @@ class SmallBatches:
         fmt = next(iter(experts.formats.values()))  # all layers have its width and dtype
         if self.cpu_queue is not None:
             self.cpu_queue.serve(activation)
-        rows = max(SMALL_BATCH_ROWS + 1, crowded_tokens(experts.top_k, experts.num_experts))
-        x = torch.zeros(rows, fmt.hidden, dtype=fmt.dtype, device=device)
+        most = max(SMALL_BATCH_ROWS + 1, crowded_tokens(experts.top_k, experts.num_experts))
+        x = torch.zeros(most, fmt.hidden, dtype=fmt.dtype, device=device)
         weights, ids = (
             torch.zeros(len(x), experts.top_k, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
         )
         for kind in range(len(experts.of_kinds)):
             layer = experts.kinds.index(kind)
-            given = x[:1], weights[:1], ids[:1], activation
-            self.run(layer, *given, weights_on_input=weights_on_input, global_ids=ids[:1])
+            for rows in (1, SMALL_BATCH_ROWS):  # kernels of up to 8 rows, and of more
+                given = x[:rows], weights[:rows], ids[:rows], activation
+                self.run(layer, *given, weights_on_input=weights_on_input, global_ids=ids[:rows])
             self.large.warm_up(layer, x, weights, ids, activation, weights_on_input=weights_on_input)
         if self.prefetch is not None:
             self.prefetch.warm_up(x[:1], ids[:1])
@@ -252,16 +253,21 @@ class SmallBatches:
 
     def run(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation,
-        *, weights_on_input: bool = False, global_ids: Tensor | None = None,
+        *, rows: Tensor | None = None, weights_on_input: bool = False, global_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run a layer of a small batch without predictions.
 
         While a model loads, gates may not exist yet to predict with.
+
+        Args:
+            rows: int32 [1], how many rows are tokens; None for ``StepMemory.rows``.
+            global_ids: see :meth:`forward`.
         """
-        plan, given = self._plans[layer % len(self._plans)][len(x)], (x, weights, ids, activation, self.cpu_queue)
-        told: dict[str, Any] = {"weights_on_input": weights_on_input}
-        told["global_ids"] = global_ids if self.table.all_experts else None
-        return self.kernel.forward(self.table, layer, self.memory.rows, plan, *given, **told)
+        plan, rows = self._plans[layer % len(self._plans)][len(x)], self.memory.rows if rows is None else rows
+        return self.kernel.forward(
+            self.table, layer, rows, plan, x, weights, ids, activation, self.cpu_queue,
+            weights_on_input=weights_on_input, global_ids=global_ids if self.table.all_experts else None,
+        )  # fmt: skip
 
     def forward_large(
         self, layer: int, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation, marks: Tensor | None = None,
@@ -272,7 +278,6 @@ class SmallBatches:
         It runs as several small-batch steps in sequence, if the CPU executes misses and this is faster. For global_ids
         see :meth:`forward`.
         """
-        global_ids = global_ids if self.table.all_experts else None
         if self.prefetch is not None:
             self.prefetch.settle()
             self.prefetch.observe(layer, x, ids)
@@ -286,13 +291,12 @@ class SmallBatches:
                 global_ids=global_ids,
             )  # fmt: skip
         self.large.settle()
-        plans, outs = self._plans[layer % len(self._plans)], []
+        outs = []
         for part, rows in enumerate(self.memory.of_parts[:parts]):
             some = slice(part * SMALL_BATCH_ROWS, (part + 1) * SMALL_BATCH_ROWS)
-            given = plans[len(x[some])], x[some], weights[some], ids[some], activation, self.cpu_queue
-            told: dict[str, Any] = {"weights_on_input": weights_on_input}
+            told: dict[str, Any] = {"rows": rows[:1], "weights_on_input": weights_on_input}
             told["global_ids"] = None if global_ids is None else global_ids[some]
-            outs.append(self.kernel.forward(self.table, layer, rows[:1], *given, **told))
+            outs.append(self.run(layer, x[some], weights[some], ids[some], activation, **told))
         return torch.cat(outs)
 
     def actions(self, layer: int, ids: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from vllm_dymoe.cache.expert_cache import Fetch, Fetcher
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.transfer import Reason, TransferError
 from vllm_dymoe.executor.prefetcher import Prefetcher
-from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels import Activation, CpuKernel
 from vllm_dymoe.planner.constants import Action
 from vllm_dymoe.planner.plan import LayerPlan
 from vllm_dymoe.planner.precision import Precision
@@ -54,7 +54,7 @@ class LayerStep:
         plan: LayerPlan,  # host-planned, without items that the CPU executes
         fetcher: Fetcher[DeviceCache],
         prefetcher: Prefetcher | None,
-        kernel: ExpertKernel,
+        kernel: CpuKernel,
         counts: ResidencyCounts,
         *,
         in_turn: bool,  # wait until all experts that have a slot have arrived, then compute

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_dymoe.executor.cpu_worker import CpuQueue
 from vllm_dymoe.executor.disk_queue import DiskQueue
 from vllm_dymoe.experts.format import ModelExperts
-from vllm_dymoe.kernels import Activation, ExpertKernel
+from vllm_dymoe.kernels import Activation
 from vllm_dymoe.kernels.triton import TritonKernel
 from vllm_dymoe.kernels.triton.cpu_queue import DeviceQueue
 from vllm_dymoe.kernels.triton.large_batch_step import TritonLargeBatch
@@ -34,9 +34,8 @@ class TritonKernels:
     name = "triton"
 
     def __init__(
-        self, kernel: ExpertKernel, experts: ModelExperts, rows: int, disk_queue: DiskQueue | None = None
+        self, kernel: TritonKernel, experts: ModelExperts, rows: int, disk_queue: DiskQueue | None = None
     ) -> None:
-        assert isinstance(kernel, TritonKernel)
         check_experts(experts.num_experts)
         self._kernel, self._kinds, self._given = kernel, experts.kinds, (kernel, experts, rows)
         self._formats = [[fmt.matrices for fmt in formats.values()] for formats in experts.of_kinds]

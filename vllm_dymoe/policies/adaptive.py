@@ -8,20 +8,17 @@ no step waits, with 1 every missing high version is fetched. With expert paralle
 those of all ranks, but each rank moves its threshold by the time of its own link.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat
 
 from vllm_dymoe.planner.importance import high_of_step
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
-from vllm_dymoe.planner.rule import Ints
-from vllm_dymoe.planner.threshold import above
 from vllm_dymoe.policies.base import PrecisionPolicy, ResidencyPolicy
 from vllm_dymoe.policies.dynaexq import AsResident, DynaExq
 
@@ -40,10 +37,6 @@ class Rescued(AsResident):
     def select(self, routing: Routing) -> Mapping[int, Precision]:
         high = high_of_step(routing, self.thresholds, lambda active: 0)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
-
-    def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
-        """Return the choice of a replayed decode step, see :class:`~.dymoe.CriticalHigh`."""
-        return lambda layer, sums: above(self.thresholds[1], sums)
 
 
 class Adaptive(DynaExq):

@@ -7,7 +7,7 @@ so a long prompt in the same step never lowers the precision of a decoding reque
 and weights of all requests add up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar, Literal
@@ -19,8 +19,7 @@ from pydantic import Field, PrivateAttr
 from vllm_dymoe.planner.importance import high_of_step
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.routing import Routing
-from vllm_dymoe.planner.rule import Ints
-from vllm_dymoe.planner.threshold import above, follow, threshold_for
+from vllm_dymoe.planner.threshold import threshold_for
 from vllm_dymoe.policies.base import PrecisionPolicy
 from vllm_dymoe.policies.exact import Exact
 from vllm_dymoe.policies.schedule import Schedule
@@ -56,25 +55,6 @@ class CriticalHigh(PrecisionPolicy):
         critical = partial(self._critical, routing.layer, routing.num_layers)
         high = high_of_step(routing, self.thresholds, critical)
         return {expert: Precision.HIGH if expert in high else Precision.LOW for expert in routing.active}
-
-    def chooser(self, num_layers: int) -> Callable[[int, Ints], NDArray[np.bool_]]:
-        """Return a function that chooses a layer's high experts in replayed decode.
-
-        The function takes the layer and the experts' sums of routing weights, and returns bool [active]. It has a
-        threshold of its own.
-        """
-        threshold = threshold_for(self.schedule.retention)
-
-        def choose(layer: int, sums: Ints) -> NDArray[np.bool_]:
-            if self.thresholds:
-                high = above(threshold, sums)
-                follow(threshold, int(high.sum()), len(sums))
-            else:
-                high = np.zeros(len(sums), bool)
-                high[np.argsort(-sums, kind="stable")[: self._critical(layer, num_layers, len(sums))]] = True
-            return high
-
-        return choose
 
     def critical_counts(self, num_layers: int, experts: int) -> NDArray[np.int32]:
         counts = [[self._critical(layer, num_layers, n) for n in range(experts + 1)] for layer in range(num_layers)]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.executor.rates import link_rate
 from vllm_dymoe.executor.small_batch import SmallBatches, SmallBatchKernel, StepMemory
 from vllm_dymoe.experts.format import ModelExperts
-from vllm_dymoe.kernels import CpuKernel, Decode, ExpertKernel, Grouped, make_kernel
+from vllm_dymoe.kernels import CpuKernel, Decode, Grouped, make_kernel
 from vllm_dymoe.options import ConfigError, ExpertBudget, Options
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, check_experts
 from vllm_dymoe.planner.precision import Precision
@@ -53,6 +53,9 @@ from vllm_dymoe.prefetch import Measured, Predictor, RoutedModel, TrainedPredict
 from vllm_dymoe.prefetch.pace import StepPace
 from vllm_dymoe.server.precision import changed_precision
 from vllm_dymoe.server.stats import ServerStats
+
+if TYPE_CHECKING:
+    from vllm_dymoe.kernels.triton import TritonKernel
 
 
 class Parts:
@@ -65,7 +68,7 @@ class Parts:
         return SlotPools(plan, experts, bits, self.device, self.device_memory)
 
     def decode_kernel(
-        self, kernel: ExpertKernel, experts: ModelExperts, link_gbps: float | None = None
+        self, kernel: "CpuKernel | TritonKernel", experts: ModelExperts, link_gbps: float | None = None
     ) -> SmallBatchKernel:
         """Return what plans and computes decode steps without the host.
 
@@ -189,13 +192,9 @@ class ExpertServer:
         self._plain_cpu = on_cpu and engine is None and parts is None
         self._parts = parts = parts or Parts(device)
         formats, policy = self.experts.all_formats, policy or make_policy(options).of_stage(*around)
-        # Kinds of layers have launches of their own.
-        matrices = [fmt.matrices for fmt in formats] if len(self.experts.of_kinds) == 1 else []
         try:
             workspace = workspace_bytes(self.experts, device.type)
-            self.kernel: ExpertKernel = make_kernel(
-                device, workspace, matrices, options.activations, decode=decode, grouped=grouped
-            )
+            self.kernel = make_kernel(device, workspace, options.activations, decode=decode, grouped=grouped)
         except ValueError as error:
             raise ConfigError(f"vllm-dymoe: {error}") from error
         largest, timeout = max(fmt.nbytes for fmt in formats), options.transfer_timeout_s or None
@@ -475,7 +474,7 @@ class ExpertServer:
             )
         layers = HostPlannedLayers(
             fetcher,
-            self.kernel,
+            self.kernel if isinstance(self.kernel, CpuKernel) else None,
             policy,
             bits,
             self.predictor if on_device is None else None,
@@ -711,8 +710,9 @@ def _make_disk_queue(
 
 
 def _make_decode_kernel(
-    parts: Parts, kernel: ExpertKernel, experts: ModelExperts, options: Options, policy: Policy, all_experts: int
-) -> SmallBatchKernel:
+    parts: Parts, kernel: "CpuKernel | TritonKernel", experts: ModelExperts, options: Options, policy: Policy,
+    all_experts: int,
+) -> SmallBatchKernel:  # fmt: skip
     """Return what plans and computes on a device.
 
     Args:

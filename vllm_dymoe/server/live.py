@@ -18,16 +18,16 @@ from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.planner.table import CODES
 from vllm_dymoe.server.expert_server import ExpertServer, precision_of
 
-HEAT_BITS = 6
+SCORE_BITS = 6
 """Low bits of a cell: the expert's score as a share of its layer's largest. The two bits above: ABSENT, LOW or HIGH."""
 
 
 def pack_cells(precision: NDArray[np.int8], score: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the cells of a map, uint8 like both arguments [layers, experts]."""
-    most = (1 << HEAT_BITS) - 1
+    most = (1 << SCORE_BITS) - 1
     largest = np.maximum(score.max(1, keepdims=True), 1e-12)
-    heat = np.ceil(np.clip(score / largest, 0, 1) * most).astype(np.uint8)
-    return (precision.astype(np.uint8) << HEAT_BITS) | heat
+    share = np.ceil(np.clip(score / largest, 0, 1) * most).astype(np.uint8)
+    return (precision.astype(np.uint8) << SCORE_BITS) | share
 
 
 def live_state(server: ExpertServer, tokens: Mapping[Phase, int]) -> dict[str, Any]:

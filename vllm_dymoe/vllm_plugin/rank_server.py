@@ -101,7 +101,8 @@ class RankServer:
             x, weights, ids, phase = gathered.x, gathered.weights, gathered.ids, gathered.phase
         elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
-        here = own_ids(layer.expert_map, ids)
+        here = ids if layer.expert_map is None else own_ids(layer.expert_map, ids)
+        draft = layer.position >= self._num_layers
         reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)
@@ -109,8 +110,12 @@ class RankServer:
         told = phase, prompt, everywhere, layer.weights_on_input
         routing = Routing(layer.position, self._num_layers, x, here, weights, *told)
         try:
-            if not x.shape[0] or (self.failures.sentence is not None and not step.warming_up):
-                out = torch.zeros_like(x)  # no engine has requests, or the step has failed already
+            if not x.shape[0]:  # no engine has requests
+                out = torch.zeros_like(x)
+            elif self.failures.sentence is not None and not step.warming_up:  # the step has failed already
+                if everywhere is not None:  # other ranks compute the layer, and their thresholds move
+                    server.policy.precision.select(routing)
+                out = torch.zeros_like(x)
             elif step.warming_up:
                 with server.host_planned.unobserved():
                     out = server.host_planned.forward(routing, layer.activation)

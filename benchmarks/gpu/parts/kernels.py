@@ -7,9 +7,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from experts import ExpertWork, compute_experts, random_packed, section_of, table_of_slices
+from experts import Products, random_packed, section_of, table_of_slices
 from record import Recorder
 
+from vllm_dymoe.experts.format import PackedExpert
 from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
@@ -29,7 +30,7 @@ BITS = (16, 4), (8, 2)
 """Encodings of experts that share a launch; with all four a kernel takes 40 seconds to compile instead of 5 to 18."""
 DEVICE = "cuda"
 COUNTS = (1, 2, 3, 40, 200)
-"""Tokens of experts in one call: decoded ones, and every class of grouped ones."""
+"""Tokens of experts in one step: decoded ones, and every class of grouped ones."""
 DECODED = 1100, 500
 """Hidden and intermediate size."""
 REPEATS = 100
@@ -66,36 +67,42 @@ def make_expert(shape: ExpertShape, bits: int, seed: int) -> tuple[list[PackedMa
 
 
 def check_forward(shape: ExpertShape, activation: Activation, precisions: Sequence[int]) -> list[str]:
-    """Return what is wrong with steps of a TritonKernel, as sentences.
+    """Return what is wrong with the products of a step, as sentences.
 
-    Every precision and class of tokens occurs in one call.
+    Every precision and class of tokens occurs in it.
     """
     dtype, hidden = shape.dtype, shape.hidden
     wrong = []
-    kernel = TritonKernel(DEVICE, formats=[shape.formats(bits) for bits in precisions])
     tokens, experts = max(COUNTS), len(precisions) * len(COUNTS)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(shape.group_size)).to(dtype)
-    work, references = [], []
+    packed, references, ids = {}, [], torch.full((tokens, experts), -1)
     for expert, (bits, count) in enumerate(itertools.product(precisions, COUNTS)):
         matrices, packed_bytes = make_expert(shape, bits, expert)
         sections = packed_bytes.to(DEVICE).split([packed.format.nbytes for packed in matrices])
-        views = [packed.format.view(section) for packed, section in zip(matrices, sections, strict=True)]
-        rows = torch.arange(count)
-        work.append(ExpertWork(*views, rows.to(DEVICE), (rows * experts + expert).to(DEVICE)))
-        references.append((rows, expert_reference(x[:count], *matrices, activation)))
-    out = torch.full((tokens * experts, hidden), float("nan"), dtype=dtype, device=DEVICE)
-    compute_experts(kernel, x.to(DEVICE), work, out, activation)
+        packed[expert] = PackedExpert(*map(_viewed, matrices, sections))
+        ids[:count, expert] = expert
+        references.append(expert_reference(x[:count], *matrices, activation))
+    kernel, formats = TritonKernel(DEVICE), [shape.formats(bits) for bits in precisions]
+    out, again = (torch.full((tokens * experts, hidden), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+
+    def compute(some: torch.Tensor, into: torch.Tensor) -> None:
+        Products(kernel, packed, formats, some, experts, activation).launch(x.to(DEVICE), into)
+
+    compute(ids, out)
     got = out.view(tokens, experts, hidden).cpu().double()
-    for expert, (rows, want) in enumerate(references):
-        error = float((got[rows, expert] - want).norm() / want.norm())
+    for expert, want in enumerate(references):
+        error = float((got[: len(want), expert] - want).norm() / want.norm())
         if not error < TOLERANCE[dtype]:
             wrong.append(f"forward {shape} {activation} expert {expert}: relative error {error:.2g}")
-    again = torch.full_like(out, float("nan"))
-    for part in work:  # computed one at a time, experts have the same bits
-        compute_experts(kernel, x.to(DEVICE), [part], again, activation)
+    for expert in packed:  # computed one at a time, experts have the same bits
+        compute(torch.where(ids == expert, ids, -1), again)
     if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
         wrong.append(f"forward {shape}: experts one at a time give different bits than together")
     return wrong
+
+
+def _viewed(packed: PackedMatrix, section: torch.Tensor) -> PackedMatrix:
+    return packed.format.view(section)
 
 
 def check_decode(dtype: torch.dtype, tile: DecodeTile, precisions: Sequence[int]) -> list[str]:

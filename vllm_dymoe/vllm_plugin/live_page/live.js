@@ -3,7 +3,7 @@
 
 const ROOT = new URL("../../v1/dymoe/", document.baseURI); // relative, so that the page works behind --root-path
 const PERIOD_MS = 1000, WINDOW_S = 300, PATIENCE_MS = 20000;
-const HEAT_BITS = 6, MOST_HEAT = 63; // a cell: two bits of precision, six of heat (vllm_dymoe/server/live.py)
+const SCORE_BITS = 6, MOST_SCORE = 63; // a cell: two bits of precision, six of score (vllm_dymoe/server/live.py)
 const NAMES = ["not on the device", "low", "high"], COLOURS = ["--absent", "--low", "--high"];
 
 const $ = (id) => document.getElementById(id);
@@ -166,11 +166,11 @@ function drawMap() {
   const empty = colour("--empty");
   cells.forEach((cell, number) => {
     const place = placeOf(Math.floor(number / columns), number % columns);
-    const held = cell >> HEAT_BITS, heat = Math.sqrt((cell & MOST_HEAT) / MOST_HEAT);
+    const held = cell >> SCORE_BITS, score = Math.sqrt((cell & MOST_SCORE) / MOST_SCORE);
     paint.globalAlpha = 1;
     paint.fillStyle = empty;
     paint.fillRect(...place);
-    paint.globalAlpha = held ? 0.3 + 0.7 * heat : 0.55 * heat;
+    paint.globalAlpha = held ? 0.3 + 0.7 * score : 0.55 * score;
     paint.fillStyle = colours[held];
     paint.fillRect(...place);
   });
@@ -200,9 +200,9 @@ function tell(marked) {
   const state = ranks[rank];
   let text = state.asleep ? "The engine sleeps; it has no slots." : "";
   if (marked) {
-    const cell = cells[marked[0] * state.experts + marked[1]], heat = Math.round(100 * (cell & MOST_HEAT) / MOST_HEAT);
-    text = `Layer ${state.layers[marked[0]]}, expert ${marked[1]}: ${NAMES[cell >> HEAT_BITS]}, ` +
-      `score ${heat} % of its layer's largest.`;
+    const cell = cells[marked[0] * state.experts + marked[1]], score = Math.round(100 * (cell & MOST_SCORE) / MOST_SCORE);
+    text = `Layer ${state.layers[marked[0]]}, expert ${marked[1]}: ${NAMES[cell >> SCORE_BITS]}, ` +
+      `score ${score} % of its layer's largest.`;
   }
   if ($("cell").textContent !== text) $("cell").textContent = text;
 }

@@ -250,11 +250,11 @@ def fastest_grouped(
 ) -> Grouped:
     """Return the fastest way to compute experts of more tokens on a card.
 
-    ``mma_grouped`` has integer codes of 4 and 2 bits only, whose columns are in their order, and copies eight of them
+    ``mma_grouped`` has no 16-bit weights and no lattice codes. Columns are in their order, and it copies eight of them
     at a time.
     """
-    integers = all(tag in (4, 2) for tag in precisions)
-    if architecture < 80 or not integers or act_order or any(number % 8 for number in columns):
+    others = any(tag == 16 or WHOLE[tag].lattice for tag in precisions)
+    if architecture < 80 or others or act_order or any(number % 8 for number in columns):
         return Grouped.PLAIN
     return Grouped.IN_REGISTERS
 

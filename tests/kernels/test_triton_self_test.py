@@ -7,12 +7,13 @@ from tests.executor.steps import FAST
 from tests.kernels.sections import DEVICE
 from tests.small_model import make_experts
 from vllm_dymoe.kernels import Activation, native
-from vllm_dymoe.kernels.triton import TritonKernel, small_batch_step
+from vllm_dymoe.kernels.triton import TritonKernel, large_batch, small_batch_step
 from vllm_dymoe.options import Options
 from vllm_dymoe.server import expert_server
 from vllm_dymoe.server.self_test import self_test
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the server's own device is the CPU here")
+NATIVE = pytest.mark.skipif(native.load() is None, reason="there is no native library, and so no queue to a disk")
 OPTIONS = Options(high=4, low=0, group_size=32, link_gbps=FAST)
 
 
@@ -24,9 +25,9 @@ def run(monkeypatch):
         kinds.append(TritonKernel)
         return TritonKernel(device, workspace_bytes, formats)
 
-    def test():
+    def test(**given):
         experts = make_experts(bits=(4,), num_experts=4, hidden=128, dtype=torch.float16)
-        found = self_test(experts, OPTIONS, torch.device("cpu"), [Activation.SILU])
+        found = self_test(experts, OPTIONS, torch.device("cpu"), [Activation.SILU], **given)
         assert set(kinds) == {TritonKernel}
         assert found.skipped == ""
         return found
@@ -49,3 +50,29 @@ def test_a_wrong_strip_of_columns_is_found(run, monkeypatch):
 
     monkeypatch.setattr(small_batch_step, "decode_down", wrong)
     assert "a step of 1 tokens" in run().failure
+
+
+@NATIVE
+def test_the_kernels_that_ask_for_experts_on_disk_are_launched(run, monkeypatch):
+    asked = []
+    for module in (small_batch_step, large_batch):
+        ask = module.ask
+        monkeypatch.setattr(module, "ask", lambda *given, ask=ask, **named: asked.append(ask(*given, **named)))
+    found = run(from_disk=True)
+    assert (found.failure, found.steps) == ("", 4)
+    assert len(asked) == 2 * found.steps
+
+
+@NATIVE
+@pytest.mark.parametrize(("module", "rows"), [(small_batch_step, 16), (large_batch, 17)])
+def test_sources_that_are_mixed_up_are_found(module, rows, run, monkeypatch):
+    take = module.take_sources
+
+    def wrong(queue, table, layer, plan, **named):
+        take(queue, table, layer, plan, **named)
+        plan["addresses"][:, :2] = plan["addresses"][:, [1, 0]]
+
+    monkeypatch.setattr(module, "take_sources", wrong)
+    failure = run(from_disk=True).failure
+    assert f"a step of {rows} tokens" in failure
+    assert "misses read from disk" in failure

@@ -4,6 +4,7 @@ It holds budget, cache and executors of all MoE layers, and changes them between
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,14 @@ class Parts:
         return TritonKernels(kernel, experts, SMALL_BATCH_ROWS)
 
     def lock(self, memory: torch.Tensor) -> str | None:
-        """Pin memory for the device; return the reason why that failed, or None."""
+        """Pin memory for the device as long as the tensor exists; return the reason why that failed, or None."""
         if self.device.type == "cpu":
             return None
-        return CudaPageLock(self.device).lock(memory.data_ptr(), whole_pages(memory.numel()))
+        page_lock, address = CudaPageLock(self.device), memory.data_ptr()
+        reason = page_lock.lock(address, whole_pages(memory.numel()))
+        if reason is None:  # else memory that is mapped there later could not be pinned
+            weakref.finalize(memory, page_lock.unlock, address).atexit = False
+        return reason
 
     def branch(self) -> Branch:
         return make_branch(self.device)

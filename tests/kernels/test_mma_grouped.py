@@ -80,6 +80,7 @@ def test_base_slices_alone_are_right(host, encoding):
         {"down": DownFormat(STEPS[2], 128, integer_zeros=True), "bias": True},
         {"encoding": STEPS[8], "group": 32, "dtype": torch.float16, "integer_zeros": True},
         {"encoding": MXFP4, "bias": True, "sizes": (128, 64)},
+        {"encoding": NVFP4, "sizes": (128, 64)},
         {"encoding": NVFP4, "dtype": torch.float16, "sizes": (176, 96), "bias": True},
         {"encoding": FP8, "group": 128, "down": DownFormat(STEPS[4], 64)},
     ],

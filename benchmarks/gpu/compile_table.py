@@ -42,7 +42,8 @@ INSTRUCTIONS = {
 }  # fmt: skip
 """At most, in the loop that multiplies a warp's strip on tensor cores, by tokens and precisions: a twentieth more than
 there are. Strips have 64 columns, of MXFP4 and FP8 32, and of NVFP4 16."""
-IN_REGISTERS = {"4": 630, "2": 535, "4/2": 590, "8": 500, "mxfp4": 800, "nvfp4": 900, "fp8": 600}
+IN_REGISTERS = {"4": 630, "2": 535, "4/2": 590, "8": 500, "mxfp4": 800, "nvfp4": 900, "fp8": 600,
+                "e8+e8/e8": 900}  # fmt: skip
 """The same for 64 positions of a large batch. Strips of 8 bits and FP8 have 32 columns."""
 SPILLS = {"3.6.0": 8}
 """Spilled bytes of a thread: gate and up with MXFP4 on sm_90."""

@@ -16,7 +16,7 @@ from flow import Program
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
-from vllm_dymoe.experts.encoding import CODEBOOKS, NESTED, STEPS, WHOLE, Encoding
+from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, NESTED, STEPS, WHOLE, Encoding
 from vllm_dymoe.experts.format import DownFormat, ExpertFormat, PackedExpert
 from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import Activation, expert_reference
@@ -303,7 +303,7 @@ def large_batch_launches() -> Iterator[tuple[int, Launch]]:
     """
     for architecture in (80, 89, MAIN, 120):
         yield architecture, Launch(NESTED[4], 70, grouped=True, sizes=(136, 72))
-    for code in (NESTED[8], *CODEBOOKS.values()):
+    for code in (NESTED[8], *CODEBOOKS.values(), *LATTICES.values()):
         yield MAIN, Launch(code, 11, grouped=True, sizes=(136, 72))
 
 

@@ -167,7 +167,7 @@ _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in 
     *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((4,), (2,), (4, 2))))
 # Gate and up only; down has the same loops.
-_MORE_IN_LARGE_BATCHES = tuple(replace(Case((tag,)), in_registers=True) for tag in (8, *_BOOKS))
+_MORE_IN_LARGE_BATCHES = tuple(replace(Case(tags), in_registers=True) for tags in ((8,), *zip(_BOOKS), _POINTS))
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: of DeepSeek-V3, of gpt-oss, and of a model with odd sizes.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))

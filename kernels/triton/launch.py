@@ -250,11 +250,9 @@ def fastest_grouped(
 ) -> Grouped:
     """Return the fastest way to compute experts of more tokens on a card.
 
-    ``mma_grouped`` has no 16-bit weights and no lattice codes. Columns are in their order, and it copies eight of them
-    at a time.
+    ``mma_grouped`` has no 16-bit weights. Columns are in their order, and it copies eight of them at a time.
     """
-    others = any(tag == 16 or WHOLE[tag].lattice for tag in precisions)
-    if architecture < 80 or others or act_order or any(number % 8 for number in columns):
+    if architecture < 80 or 16 in precisions or act_order or any(number % 8 for number in columns):
         return Grouped.PLAIN
     return Grouped.IN_REGISTERS
 

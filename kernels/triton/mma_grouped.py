@@ -1,11 +1,12 @@
-"""Large batches of integer codes and published floats in Gluon, with weights in registers.
+"""Large batches below 16 bits in Gluon, with weights in registers.
 
 The launches are those of ``grouped.py``. A program computes 256 rows, 64 of each of its four warps, for up to 64
 positions of one expert, along the columns in steps of a strip:
 
     words     prefetched to registers, a strip ahead
     weights   rounded once to 16 bits, in the registers of mma.m16n8k16's operand A; see mma_codes: of integer codes
-              (code - center) * scale + zero, of published floats level * scale, which 16 bits hold exactly at 4 bits
+              (code - center) * scale + zero, of published floats level * scale, which 16 bits hold exactly at 4 bits; of
+              lattice codes the point, which is exact, because a row has one scale for its sum
     x         copied to shared memory by cp.async, two strips ahead, for all warps; read by ldmatrix as operand B
 
 For gate and up two warps have blocks of gate and two the same blocks of up; they meet after the last strip. Fewer than
@@ -28,9 +29,11 @@ from vllm_dymoe.kernels.triton.section import (
     DESCRIPTIONS,
     TAG_BITS,
     code_bits,
+    down_rotation,
     factor_bytes,
     group_size,
     is_float,
+    is_lattice,
     padded_columns,
     scale_bytes,
     stored_bits,
@@ -40,6 +43,7 @@ from vllm_dymoe.kernels.triton.section import (
 
 _operand, _halves = mma_rows._operand, mma_rows._halves
 _load_factor, _scale_of_byte = mma_rows._load_factor, mma_rows._scale_of_byte
+_unpack_scales = mma_rows._unpack_scales
 _gated, _load_bias = in_gluon(of_activation.gated), in_gluon(of_section.load_bias)
 # Triton renamed it in 3.8.
 _load_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -212,6 +216,10 @@ def _store(
     LAYOUT: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.program_id(1) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    if is_lattice(TAG):
+        values *= _row_scales(up_section, row, ROWS, COLUMNS, GROUP, TAG, FLOAT16)
+        if PAIR:
+            gate *= _row_scales(gate_section, row, ROWS, COLUMNS, GROUP, TAG, FLOAT16)
     if BIAS:
         values += _load_bias(up_section, row, ROWS, COLUMNS, GROUP, STORED, FLOAT16)
         if PAIR:
@@ -219,10 +227,42 @@ def _store(
     position = first + token
     if INDEXED:
         values = _gated(gate, values, ACTIVATION)
+        if is_lattice(TAG):
+            values = _rotated(values, row, down_rotation(ROWS, TAG))
     else:
         position = gl.load(index + position, mask=token < count, other=0)
     inside = (token < count) & (row < ROWS)
     gl.store(out + position.to(gl.int64) * ROWS + row, values.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _row_scales(
+    section, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TAG: gl.constexpr,
+    FLOAT16: gl.constexpr,
+):  # fmt: skip
+    """Return the float32 scales of a lattice's rows."""
+    at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(gl.pointer_type(gl.int32)) + row
+    low, high = _unpack_scales(gl.load(at, mask=row < ROWS, other=0), 0, FLOAT16)
+    return high if code_bits(TAG) == 4 else low
+
+
+@gluon.jit
+def _rotated(values, row, BLOCK: gl.constexpr):
+    """Return the inputs of down, rotated for lattice codes in blocks of rows, as activation.down_inputs does."""
+    TOKENS: gl.constexpr = values.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    LAYOUT: gl.constexpr = values.type.layout
+    number = row.to(gl.uint32) * 0x9E3779B1
+    number = (number ^ (number >> 15)) * 0x85EBCA77
+    values = gl.where(((number ^ (number >> 13)) & 1) == 0, values, -values)
+    for power in gl.static_range(0, 6):
+        if (2 << power) <= BLOCK:
+            pairs = values.reshape([TOKENS, ROWS >> power + 1, 2, 1 << power])
+            second = gl.arange(0, 2, only(pairs.type.layout, 2, 4))[None, None, :, None] == 1
+            sums = gl.sum(pairs, 2, keep_dims=True)
+            differences = gl.sum(gl.where(second, -pairs, pairs), 2, keep_dims=True)
+            values = gl.convert_layout(gl.where(second, differences, sums).reshape([TOKENS, ROWS]), LAYOUT)
+    return values * (BLOCK**-0.5)
 
 
 @gluon.jit
@@ -253,17 +293,17 @@ def _products(
     DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
     BITS: gl.constexpr = code_bits(TAG)
     FLOATS: gl.constexpr = is_float(TAG)
-    STORED: gl.constexpr = BITS if FLOATS else stored_bits(BITS, NESTED)
-    WHOLE_BITS: gl.constexpr = 2 * BITS if 2 * BITS == NESTED else BITS
+    HALVED: gl.constexpr = 4 if is_lattice(TAG) else NESTED  # bits of codes whose halves lie in two sections
+    STORED: gl.constexpr = BITS if FLOATS else stored_bits(BITS, HALVED)
     TWO: gl.constexpr = BITS == 8 or STORED < BITS
     SIZE: gl.constexpr = group_size(TAG, GROUP)
     # At 2 bits a word serves two columns, half of a part apart.
     FOLD: gl.constexpr = 2 if STORED == 2 else 1
-    PART: gl.constexpr = 64 if SIZE > 64 and (2 * BITS == NESTED or STORED < BITS) else SIZE
+    PART: gl.constexpr = 64 if SIZE > 64 and (2 * BITS == HALVED or STORED < BITS) else SIZE
     SPAN: gl.constexpr = PART // FOLD
     BLOCKS: gl.constexpr = (ROWS + 63) // 64
     PADDED_COLUMNS: gl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
-    STRIP: gl.constexpr = columns_of_strip(TAG, NESTED, SIZE, PADDED_COLUMNS)
+    STRIP: gl.constexpr = columns_of_strip(TAG, HALVED, SIZE, PADDED_COLUMNS)
     WORDS: gl.constexpr = STRIP // FOLD
     STRIPS: gl.constexpr = PADDED_COLUMNS // STRIP
     GROUPS: gl.constexpr = STRIP // SIZE if STRIP > SIZE else 1  # in a strip
@@ -334,19 +374,7 @@ def _products(
         next_below = next_words
         if TWO:
             next_below = gl.load(below_at + following)
-        if GROUPS > 1:
-            scales = gl.load(scales_at + strip * (GROUPS * APART))
-        else:
-            scales = gl.load(scales_at + strip // (SIZE // STRIP) * APART)
-        scale, zero = _scales_zeros(_of_rows(scales, GROUPS, SIZE, A), TAG, DTYPE)
-        scale = _of_columns(scale, STRIP, A)
-        zero = _of_columns(zero, STRIP, A)
-        if FLOATS or BITS < 8:
-            codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
-            a = _weights(codes, codes, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
-        else:
-            high, low = _halves(words, below, TAG, NESTED, 4, STRIP, FLOAT16)
-            a = _weights(_as_operand(high, A), _as_operand(low, A), scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
+        a = _dequantized(words, below, scales_at, strip, TAG, HALVED, STEPS, SIZE, APART, STRIP, TWO, FOLD, FLOAT16, A)
         async_copy.wait_group(1)
         barrier()
         b = shared.index(strip % 3).permute([1, 0]).load(B)
@@ -406,6 +434,43 @@ def _as_operand(codes, A: gl.constexpr):
 
 
 @gluon.jit
+def _dequantized(
+    words, below, scales_at, strip,
+    TAG: gl.constexpr, NESTED: gl.constexpr, STEPS: gl.constexpr, SIZE: gl.constexpr, APART: gl.constexpr,
+    STRIP: gl.constexpr, TWO: gl.constexpr, FOLD: gl.constexpr, FLOAT16: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Return a strip's weights as 16-bit patterns, operand A's tiles [256, STRIP]; of lattice codes their points.
+
+    Args:
+        scales_at: pointers to the scales of the first groups.
+        APART: elements from a group's scales to those of the next one.
+    """
+    WHOLE_BITS: gl.constexpr = 2 * code_bits(TAG) if 2 * code_bits(TAG) == NESTED else code_bits(TAG)
+    GROUPS: gl.constexpr = STRIP // SIZE if STRIP > SIZE else 1
+    if is_lattice(TAG):
+        codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
+        return gl.inline_asm_elementwise(
+            points_of(code_bits(TAG), FLOAT16), "=r,r", [codes], gl.int16, is_pure=True, pack=2
+        )
+    else:
+        if GROUPS > 1:
+            scales = gl.load(scales_at + strip * (GROUPS * APART))
+        else:
+            scales = gl.load(scales_at + strip // (SIZE // STRIP) * APART)
+        scale, zero = _scales_zeros(_of_rows(scales, GROUPS, SIZE, A), TAG, FLOAT16)
+        scale = _of_columns(scale, STRIP, A)
+        zero = _of_columns(zero, STRIP, A)
+        if is_float(TAG) or code_bits(TAG) < 8:
+            codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
+            low = codes
+        else:
+            high, low = _halves(words, below, TAG, NESTED, 4, STRIP, FLOAT16)
+            codes = _as_operand(high, A)
+            low = _as_operand(low, A)
+        return _weights(codes, low, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
+
+
+@gluon.jit
 def _of_rows(scales, GROUPS: gl.constexpr, SIZE: gl.constexpr, A: gl.constexpr):
     """Return scales [warp, half, word, tile, group] for operand A's rows [256], or [256, GROUPS] of several groups."""
     if GROUPS == 1:
@@ -428,8 +493,9 @@ def _of_columns(scales, STRIP: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _scales_zeros(scales, TAG: gl.constexpr, DTYPE: gl.constexpr):
+def _scales_zeros(scales, TAG: gl.constexpr, FLOAT16: gl.constexpr):
     """Return scale and zero as 16-bit patterns; of published floats the scale and what rounding takes from it."""
+    DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
     if not is_float(TAG):
         return (scales & 0xFFFF).to(gl.int16), (scales >> 16).to(gl.int16)
     elif code_bits(TAG) == 4:  # exact
@@ -490,14 +556,27 @@ def weights_of(tag, whole_bits, integer_zeros, float16):
 
 
 @gluon.constexpr_function
-def _twice(number, float16):
-    """Return a literal with a number's 16 bits in both halves.
+def points_of(bits, float16):
+    """Return PTX for the numbers of two lattice points from their operands; see mma_codes.lattice_codes."""
+    step, center = (0.125, -1.5625 - 0.625) if bits == 4 else (0.5, -1.25 - 0.5)
+    fma, numbers = "fma.rn.f16x2" if float16 else "fma.rn.bf16x2", (1, -offset_of(4, float16), step, center)
+    one, offset, step, center = (_twice(number, float16) for number in numbers)
+    lines = [f"mov.b32 %a, {one};", f"mov.b32 %b, {offset};", f"{fma} %point, $1, %a, %b;"]
+    lines += [f"mov.b32 %a, {step};", f"mov.b32 %b, {center};", f"{fma} $0, %point, %a, %b;"]
+    return "{\n.reg .b32 %a, %b, %point;\n" + "\n".join(lines) + "\n}"
 
-    The number is at least 1, or at most -1. ValueError if 16 bits do not hold it.
+
+@gluon.constexpr_function
+def _twice(number, float16):
+    """Return a literal with a number's 16 bits in both halves; the number is not 0.
+
+    ValueError if 16 bits do not hold it.
     """
     bits, exponent, mantissa = (10, 15, abs(number)) if float16 else (7, 127, abs(number))
     while mantissa >= 2:
         mantissa, exponent = mantissa / 2, exponent + 1
+    while mantissa < 1:
+        mantissa, exponent = mantissa * 2, exponent - 1
     fraction = (mantissa - 1) * 2**bits
     if fraction != int(fraction) or fraction < 0:
         raise ValueError(f"16 bits do not hold {number}")

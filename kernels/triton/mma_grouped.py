@@ -5,8 +5,8 @@ positions of one expert, along the columns in steps of a strip:
 
     words     prefetched to registers, a strip ahead
     weights   rounded once to 16 bits, in the registers of mma.m16n8k16's operand A; see mma_codes: of integer codes
-              (code - center) * scale + zero, of published floats level * scale, which 16 bits hold exactly at 4 bits; of
-              lattice codes the point, which is exact, because a row has one scale for its sum
+              (code - center) * scale + zero; of published floats level * scale, exact at 4 bits; of lattice codes the
+              point, which is exact, because a row has one scale, for its sum
     x         copied to shared memory by cp.async, two strips ahead, for all warps; read by ldmatrix as operand B
 
 For gate and up two warps have blocks of gate and two the same blocks of up; they meet after the last strip. Fewer than

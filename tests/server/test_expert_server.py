@@ -191,7 +191,8 @@ def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_s
 
 
 @pytest.mark.parametrize("reason", [None, "out of memory"])
-def test_memory_for_a_device_is_pinned_as_long_as_it_exists(reason, monkeypatch):
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_for_a_device_is_pinned_until_the_server_is_closed_or_the_memory_gone(closed, reason, monkeypatch):
     """Otherwise a later server could not pin what is mapped there next."""
     calls = []
     page_lock = SimpleNamespace(
@@ -205,5 +206,8 @@ def test_memory_for_a_device_is_pinned_as_long_as_it_exists(reason, monkeypatch)
     address = memory.data_ptr()
     assert parts.lock(memory) == reason
     assert calls == [(address, whole_pages(100))]
+    if closed:
+        parts.unlock()
+        assert calls[1:] == ([address] if reason is None else [])
     del memory
     assert calls[1:] == ([address] if reason is None else [])

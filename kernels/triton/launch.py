@@ -466,6 +466,8 @@ def _grouped(
             from vllm_dymoe.kernels.triton.mma_grouped import mma_grouped_down_kernel, mma_grouped_gate_up_kernel
 
             if kernel is grouped_gate_up_kernel:
+                if states[0].numel() >= 1 << 31:  # offsets in x have 32 bits
+                    raise ValueError(f"x has {states[0].numel()} elements, expected fewer than 2^31; use fewer rows")
                 kernel, outputs = mma_grouped_gate_up_kernel, outputs // (1 + table.shape.has_gate)
             else:
                 kernel = mma_grouped_down_kernel

@@ -353,11 +353,14 @@ def _products(
     scales_at = gl.multiple_of(scales_at.to(gl.pointer_type(SCALE)), [16, 16, 16, 16, 16]) + s_row
 
     # x [token, column]
-    row = first + gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, OF_X)), count - 1)
+    row = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, OF_X)), count - 1)
     if INDEXED:
-        row = gl.load(rows + row)
+        row = gl.load(rows + first + row).to(gl.int32)
+    else:
+        x += first.to(gl.int64) * COLUMNS
+    # Offsets of 32 bits: pointers would take twice as many registers.
     place = gl.arange(0, STRIP, gl.SliceLayout(0, OF_X))[None, :]
-    x_at = x + row.to(gl.int64)[:, None] * COLUMNS
+    x_at = row[:, None] * COLUMNS
     shared = gl.allocate_shared_memory(DTYPE, [3, TOKENS, STRIP], SHARED)
 
     sums = gl.zeros([256, TOKENS], gl.float32, layout=MMA)
@@ -366,7 +369,7 @@ def _products(
     if TWO:
         below = gl.load(below_at)
     for strip in gl.static_range(2):
-        _copy(shared.index(strip), x_at, place, strip, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
+        _copy(shared.index(strip), x, x_at, place, strip, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
     for strip in range(STRIPS):
         # On their way while this strip is computed; the last one is loaded twice.
         following = gl.minimum(strip + 1, STRIPS - 1) * (WORDS * 8)
@@ -379,7 +382,7 @@ def _products(
         barrier()
         b = shared.index(strip % 3).permute([1, 0]).load(B)
         sums = mma_v2(a.to(DTYPE, bitcast=True), b, sums)
-        _copy(shared.index((strip + 2) % 3), x_at, place, strip + 2, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
+        _copy(shared.index((strip + 2) % 3), x, x_at, place, strip + 2, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
         words = next_words
         below = next_below
     async_copy.wait_group(0)
@@ -402,7 +405,7 @@ def _blocks(gate, up, warp, BLOCKS: gl.constexpr, BYTES: gl.constexpr, PAIR: gl.
 
 @gluon.jit
 def _copy(
-    to, x_at, place, strip,
+    to, x, x_at, place, strip,
     COLUMNS: gl.constexpr, STRIPS: gl.constexpr, STRIP: gl.constexpr, WORDS: gl.constexpr, SPAN: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
@@ -416,9 +419,9 @@ def _copy(
         folded = strip * WORDS
         column = folded // SPAN * PART + folded % SPAN + place % WORDS + place // WORDS * SPAN
     if STRIPS * STRIP == COLUMNS:
-        _load_shared(to, x_at + column)
+        _load_shared(to, x + (x_at + column))
     else:
-        _load_shared(to, x_at + column, mask=column < COLUMNS)
+        _load_shared(to, x + (x_at + column), mask=column < COLUMNS)
     async_copy.commit_group()
 
 

@@ -142,12 +142,15 @@ def another_level(ptx):  # of e2m1, and of e4m3
     ],
 )
 def test_faults_in_the_compiled_code_are_found(host, encoding, fault):
+    planted = []
+
     def changed(ptx):
-        assert fault(ptx) != ptx, "the compiler writes this otherwise now"
+        planted.append(fault(ptx) != ptx)
         return fault(ptx)
 
     launch = host.Launch(encoding, 1, grouped=True, sizes=(136, 72))
     assert not host.ran(launch, host.Host(90, changed)).error < host.TOLERANCE
+    assert sum(planted) == 2, "the compiler writes this otherwise now"  # not in the rotation of inputs
 
 
 def kernel_of(grouped):

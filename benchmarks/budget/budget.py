@@ -34,6 +34,7 @@ OTHERS = (
 )
 SAME = tuple(other["label"] for other in OTHERS)  # the budget hardly changes their rows
 PEER = "vllm"
+ENGINE = {"max_model_len": 256, "enforce_eager": True}
 COLUMNS = [
     "policy", "budget", "TTFT ms", "TPOT ms", "p99", "tokens/s", "of full load", "memory used", "experts peak MB",
     "device peak MB",
@@ -47,7 +48,7 @@ def bench(folder: Path, out: Path, *options: str) -> None:
     command = [Path(sys.executable).with_name("vllm-dymoe"), "bench", folder, "--out", out]
     command += ["--peer", PEER, *options]
     command += [part for policy in ("exact", *map(json.dumps, OTHERS)) for part in ("--policy", policy)]
-    command += ["--prompts", "random:32", "--max-tokens", "24", "--engine", '{"max_model_len": 256}']
+    command += ["--prompts", "random:32", "--max-tokens", "24", "--engine", json.dumps(ENGINE)]
     command += [part for budget in BUDGETS for part in ("--budget", budget)]
     environment = os.environ | {"DYMOE_STORE_DIR": str(folder.parent / "stores")}
     subprocess.run([str(part) for part in command], check=True, env=environment)

@@ -1,13 +1,15 @@
 """Is what ``vllm-dymoe serve`` chooses the fastest, and as fast as it says?
 
     python benchmarks/serve/serve.py speeds [MODEL ...]    # a minute for each engine, on two quiet cores
+    python benchmarks/serve/serve.py costs                 # five minutes; writes plan/costs.json
     python benchmarks/serve/serve.py starts                # five minutes, 15 GB of disk, 10 GiB of memory
     python benchmarks/serve/serve.py prefixes              # five minutes
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
 ``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`, and the machine
-before each. Medians of --rounds count. A run ends after --minutes, and the next one continues it. ``starts`` and
-``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
+before each. Medians of --rounds count. A run ends after --minutes, and the next one continues it. ``costs`` measures
+vLLM's own work in a step. ``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in
+results.json.
 """
 
 import argparse
@@ -24,11 +26,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE)]
 
-from models import LAYERS, NAMES, WIDE, folder_of  # noqa: E402
+from models import LAYERS, NAMES, SHALLOW, WIDE, folder_of  # noqa: E402
 from readme import markdown, put  # noqa: E402
 
 from vllm_dymoe.bench.cases import Case, Subject, Workload  # noqa: E402
@@ -43,6 +47,7 @@ from vllm_dymoe.plan.start import Asked, Model, Planner, choose, read_model  # n
 from vllm_dymoe.quantize.dummy import random_store  # noqa: E402
 
 RESULTS = HERE / "results.json"
+COSTS = ROOT / "vllm_dymoe" / "plan" / "costs.json"
 LENGTH, PROMPT, TOKENS = 512, 64, 32  # of a request at most, of a random prompt, of an answer
 BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 16
 PLACES: tuple[dict[str, Any], ...] = (
@@ -130,6 +135,39 @@ def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[
         assert plan is not None
         found[str(batch)] = 1 / plan.choice.tpot
     return found
+
+
+def costs(work: Path, results: Results, rounds: int) -> None:
+    """Measure vLLM's own work in a step, as numbers of small operations, and write it into the plan's costs.json.
+
+    A model and its first layers are measured in turns. What a step takes in addition to the planned products grows with
+    layers and requests, and has a part that is always there: the three are fitted, relative to the step's seconds.
+    """
+    prompts, asked = workload("shipped")
+    given = {"high": 4, "dense": 16, "host_store": "pinned"}
+    lines, wanted, rows = [], [], []
+    for number, name in itertools.product(range(rounds), ("shipped", SHALLOW)):
+        folder, known = folder_of(name, work), work / "rows" / "costs" / f"{name}-{number}"
+        model = read_model(str(folder))
+        machine = machine_here(Probe.of(work, model.shape), known / "machine.json")
+        subject, engine = Subject(name, given), {"max_model_len": LENGTH}
+        cases = [Case(str(folder), subject, "top-k", batch, asked, engine) for batch in BATCHES]
+        free = planned(machine.model_copy(update={"operation": 1e-15}), model, {**given, "expert_budget": "top-k"})
+        for batch, row in zip(BATCHES, measure(cases, prompts, known), strict=True):
+            seconds, products = 1e-3 * row["measured"]["tpot_ms"]["median"], 1 / free[str(batch)]
+            lines.append([share * machine.operation / seconds for share in (model.shape.moe_layers, 1, batch)])
+            wanted.append((seconds - products) / seconds)
+            rows.append({"model": name, "batch": batch, "seconds": seconds, "products": products,
+                         "operation": machine.operation})  # fmt: skip
+    found = dict(zip(("layer", "step", "request"), np.linalg.lstsq(np.array(lines), np.array(wanted))[0], strict=True))
+    counts = {name: max(0, round(float(value))) for name, value in found.items()}
+    said = json.loads(COSTS.read_text())
+    said["cpu"], said["sources"]["cpu"] = (
+        counts,
+        "python benchmarks/serve/serve.py costs, in operations of plan.machine",
+    )
+    COSTS.write_text(json.dumps(said, indent=1) + "\n")
+    results.keep("costs", {"counts": counts, "rows": rows})
 
 
 def starts(work: Path, results: Results) -> None:
@@ -359,7 +397,7 @@ def _prefixes(of: Mapping[str, Any]) -> str:
 def main() -> None:
     """Measure a part, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speeds", "starts", "fills", "prefixes", "page", "models"))
+    parser.add_argument("part", choices=("speeds", "costs", "starts", "fills", "prefixes", "page", "models"))
     parser.add_argument("models", nargs="*", default=NAMES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=1e3)
@@ -372,6 +410,8 @@ def main() -> None:
     elif given.part == "speeds":
         left = [name for name in given.models if not speeds(name, given.work, results, given.rounds, end)]
         print("complete" if not left else f"left: {', '.join(left)}")
+    elif given.part == "costs":
+        costs(given.work, results, given.rounds)
     elif given.part != "page":
         {"starts": starts, "fills": fills, "prefixes": prefixes}[given.part](given.work, results)
     page(results)

@@ -29,9 +29,11 @@ struct MoeLayer {
     uint8_t* actions;                      // [tokens, top_k], written if not null
     const int8_t* versions;                // [experts], versions that the policy has chosen, ABSENT to skip; or null
     i64 observed;                          // tokens belong to requests; otherwise nothing is counted or learnt
+    i64 weights_on_input;                  // weights multiply the experts' inputs
+    i64 threads;                           // most threads of the call
     // The rank's settings.
     planner::CacheTable table;
-    i64 evicts, admits, executes, renormalizes, weights_on_input, plans_only;
+    i64 evicts, admits, executes, renormalizes, plans_only;
     i64 form[3];                           // matrices of a version begin at layer.matrices[3 * form]
     i64 slice_bytes[3];
     i64* in_memory_until;                  // [layers, experts, 3] ns of CLOCK_MONOTONIC; 0 for bytes that were never
@@ -43,7 +45,7 @@ struct MoeLayer {
     float* scratch;
     i64 scratch_floats, piece_positions;   // positions that are computed at a time
     uint16_t* pair_rows;                   // [pair_capacity, hidden]
-    i64 pair_capacity, threads;
+    i64 pair_capacity;
     // The plan.
     i64 count;                             // number of computed experts
     int32_t* experts;                      // [experts]

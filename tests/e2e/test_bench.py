@@ -14,6 +14,8 @@ from vllm_dymoe.bench.rows import read_rows
 
 pytestmark = pytest.mark.engine
 
+ENGINE = json.dumps({"max_model_len": 256, "enforce_eager": True})
+
 
 @pytest.fixture
 def started(monkeypatch):
@@ -36,7 +38,7 @@ def started(monkeypatch):
 def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch, started):
     asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%",
              "--batch", 1, "--batch", 2, "--requests", 2, "--warm-up", 1, "--max-tokens", 6, "--out", tmp_path,
-             "--engine", '{"max_model_len": 256}']  # fmt: skip
+             "--engine", ENGINE]  # fmt: skip
     result = command(*map(str, asked))
     assert result.exit_code == 0, result.output
     rows = {(row["label"], row["batch"]): row["measured"] for row in read_rows(tmp_path / "rows.jsonl")[1:]}
@@ -58,7 +60,7 @@ def test_a_table_of_a_policy_beside_full_load(tmp_path, monkeypatch, started):
 @needs_two_cores
 def test_engines_of_data_parallelism_are_one_row(tmp_path, started):
     asked = ["bench", MODEL, "--policy", "exact", "--budget", "25%", "--requests", 5, "--warm-up", 2, "--max-tokens", 6,
-             "--dp", 2, "--ep", "--engine", '{"max_model_len": 256}', "--out", tmp_path]  # fmt: skip
+             "--dp", 2, "--ep", "--engine", ENGINE, "--out", tmp_path]  # fmt: skip
     result = command(*map(str, asked))
     assert result.exit_code == 0, result.output
     assert len(started) == 2
@@ -79,7 +81,7 @@ def test_prompts_are_measured_cold_cached_and_beside_requests_that_decode(tmp_pa
         "--budget",
         "50%",
         "--engine",
-        '{"max_model_len": 256}',
+        ENGINE,
         "--out",
         tmp_path,
     ]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tests.plan.test_plan import MIXTRAL, QWEN3_30B
+from vllm_dymoe.experts.encoding import FP8, NVFP4
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
@@ -120,9 +121,22 @@ def test_a_checkpoint_decides_how_its_experts_are_stored(checkpoint):
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     found = read_model(checkpoint(quantization_config=awq))
     assert (found.fixed["high"], found.quantized) == (4, True)
+    fmt = found.shape.packed((4,)).formats[4]
+    assert (fmt.group_size, fmt.integer_zeros, fmt.hidden) == (128, True, found.shape.hidden)
     start = choose(DESKTOP, found, Asked(max_model_len=4096))
     assert not start.options.keys() & {"high", "low", "dense"}
     assert start.options.get("policy") != "dymoe", "which would need a low version"
+
+
+@pytest.mark.parametrize(("said", "encoding"), [
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []}, NVFP4),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, FP8),
+])  # fmt: skip
+def test_experts_are_timed_in_the_checkpoints_encoding(checkpoint, tmp_path, said, encoding):
+    shape = read_model(checkpoint(quantization_config=said)).shape
+    assert Probe.of(tmp_path, shape).format.encoding == encoding
+    assert Probe.of(tmp_path, shape).key != Probe.of(tmp_path, replace(shape, kept=None)).key
+    assert shape.packed((encoding.bits,)).formats[encoding.bits].encoding == encoding
 
 
 def test_a_description_is_read_or_refused(tmp_path):

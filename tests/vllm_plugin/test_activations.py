@@ -73,3 +73,7 @@ def test_vllm_has_no_activation_that_we_have_not():
 def test_unsupported_layers_are_refused_by_name(activation, limit):
     with pytest.raises(ConfigError, match=f"activation {activation} "):
         ours(activation, swiglu_limit=limit)
+
+
+def test_layers_with_equal_activations_share_one():
+    assert ours("silu", swiglu_limit=1.5) is ours("silu", swiglu_limit=1.5), "or executors prepare every layer again"

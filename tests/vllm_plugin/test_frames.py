@@ -51,6 +51,23 @@ def test_on_a_cpu_three_frames_lie_before_the_native_call(monkeypatch, memory_st
     assert len(found) <= 3, found
 
 
+def test_on_a_cpu_a_layer_takes_few_python_calls(memory_store):
+    server = make_server(memory_store, misses="compute")
+    if server.host_planned.cpu is None:
+        pytest.skip("the native library was not built")
+    served, random, called = rank_of(server), random_step(0, 1, server.experts), []
+    output = scheduled(1)
+    served.begin_step(output)
+    served.forward(LAYERS[0], *random)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        served.forward(LAYERS[0], *random)
+    finally:
+        sys.setprofile(None)
+    served.end_model(None, output, None)
+    assert len(called) <= 9, called
+
+
 @pytest.mark.parametrize(("budget", "most"), [("100%", 6), ("minimum", 7)])
 def test_the_hosts_way_is_short_and_shortest_where_no_expert_is_missing(monkeypatch, memory_store, budget, most):
     server = make_server(memory_store, engine=make_engine(memory_store, CPU, 0))

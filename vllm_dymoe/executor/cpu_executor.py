@@ -9,7 +9,6 @@ fetches the expert.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,9 +76,11 @@ class CpuExecutor:
         self._experts, self._wanted = np.empty(n, np.int32), np.empty(n, np.int8)
         self._places = np.empty(n * call.table.slices, np.int64)
         call.experts, call.wanted, call.places = (a.ctypes.data for a in (self._experts, self._wanted, self._places))
-        self._address = ctypes.addressof(call)
+        self._moe_layer, self._given = library.moe_layer, (ctypes.addressof(call), library.isa, library.parallel)
+        self._selects, self._several = not policy.precision.planned, len(policy.precision.precisions) > 1
         self._activation: Activation | None = None
         self._scratch: torch.Tensor | None = None
+        self._frees_scratch = False  # after the call: it is more than what is kept
         self._pair_rows: torch.Tensor | None = None
 
     def _find_sources(self, table: Table) -> None:
@@ -148,8 +149,7 @@ class CpuExecutor:
             RoutingError: the model does not have an expert that the routing names.
             TransferError: a page of a mapped file could not be read.
         """
-        call, x, ids, weights = self._call, routing.x, routing.ids, routing.weights
-        tokens, top_k = ids.shape
+        x, ids, weights, on_input = routing.x, routing.ids, routing.weights, routing.weights_on_input
         if weights.dtype is not torch.float32:  # some routers give 16 bits
             weights = weights.float()
         if activation is not self._activation:
@@ -158,42 +158,38 @@ class CpuExecutor:
             x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         if self._kinds[routing.layer] != self._kind:
             self._use(routing.layer)
-        into = torch.empty_like(x)
-        call.layer, call.tokens, call.top_k = routing.layer, tokens, top_k
-        call.ids, call.weights, call.x, call.into = ids.data_ptr(), weights.data_ptr(), x.data_ptr(), into.data_ptr()
-        call.wide_ids, call.weights_on_input, call.observed = (
-            ids.dtype is torch.int64,
-            routing.weights_on_input,
-            observed,
-        )
-        call.threads = torch.get_num_threads()
-        held: list[Any] = []
-        call.marks = call.actions = call.versions = 0
+        marks = versions = actions = None  # objects that the call reads or writes
         if (prompt := routing.prompt) is not None:
-            held.append(prompt.rows.to(torch.int8).add_(prompt.rows & prompt.heavy))
-            call.marks = held[-1].data_ptr()
-        precision = self._policy.precision
+            marks = prompt.rows.to(torch.int8).add_(prompt.rows & prompt.heavy)
         # The native call knows this rank's experts only, but ranks must choose precisions among those of all ranks.
-        of_all_ranks = routing.global_ids is not None and len(precision.precisions) > 1
-        if not precision.planned or of_all_ranks:
-            held.append(self._selected(routing))
-            call.versions = held[-1].ctypes.data
+        if self._selects or (routing.global_ids is not None and self._several):
+            versions = self._selected(routing)
         if self._records:
-            routing.actions = torch.empty(ids.shape, dtype=torch.uint8)
-            call.actions = routing.actions.data_ptr()
-        outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)
-        while outcome not in (Outcome.DONE, Outcome.FETCH):
+            routing.actions = actions = torch.empty(ids.shape, dtype=torch.uint8)
+        into, (tokens, top_k) = torch.empty_like(x), ids.shape
+        self._call.route(
+            routing.layer, tokens, top_k, ids.dtype is torch.int64, ids.data_ptr(), weights.data_ptr(), x.data_ptr(),
+            into.data_ptr(),
+            0 if marks is None else marks.data_ptr(),
+            0 if actions is None else actions.data_ptr(),
+            0 if versions is None else versions.ctypes.data,
+            observed, on_input, torch.get_num_threads(),
+        )  # fmt: skip
+        outcome = self._moe_layer(*self._given)
+        while outcome and outcome != Outcome.FETCH:  # DONE is 0
             if outcome == Outcome.BAD_ROOM:
-                self._grow(tokens * (top_k if routing.weights_on_input else 1), tokens * top_k)
+                self._grow(tokens * (top_k if on_input else 1), tokens * top_k)
             elif outcome == Outcome.VERIFY:
                 self._verify(routing.layer)
             elif outcome == Outcome.BAD_EXPERT:
-                raise RoutingError(routing.layer, int(call.bad_expert), len(self._experts))
+                raise RoutingError(routing.layer, int(self._call.bad_expert), len(self._experts))
             else:
                 break
-            outcome = self._library.moe_layer(self._address, self._library.isa, self._library.parallel)
-        if self._scratch is not None and self._scratch.nbytes > _KEPT_BYTES:
+            outcome = self._moe_layer(*self._given)
+        if self._frees_scratch:
             self.release_scratch()
+        if not outcome:
+            return into
         if outcome == Outcome.FETCH:
             decided = self._decided()
             return LayerPlan.on_host(routing.grouped, *decided, row_for_each_pair=routing.weights_on_input)
@@ -207,6 +203,7 @@ class CpuExecutor:
         The next step allocates what it needs.
         """
         self._scratch = self._pair_rows = None
+        self._frees_scratch = False
         self._call.scratch_floats = self._call.pair_capacity = 0
 
     def _decided(self) -> tuple[Ints, NDArray[np.int8], Ints]:
@@ -272,6 +269,7 @@ class CpuExecutor:
         call = self._call
         floats = self._row_floats * (inputs + min(positions, call.piece_positions))
         self._scratch = self._kernel.scratch(floats)
+        self._frees_scratch = self._scratch.nbytes > _KEPT_BYTES
         self._pair_rows = torch.empty(positions, self._any.hidden, dtype=self._any.dtype)
         call.scratch, call.scratch_floats = self._scratch.data_ptr(), self._scratch.numel()
         call.pair_rows, call.pair_capacity = self._pair_rows.data_ptr(), positions

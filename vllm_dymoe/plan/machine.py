@@ -9,6 +9,7 @@ prints the rates as JSON. It runs as a process of its own, because a process tha
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from vllm_dymoe.cache.pages import available_host_memory, map_bytes
 from vllm_dymoe.cache.store.disk import read_direct, set_direct, storage_of
 from vllm_dymoe.cgroups import usable_cores
 from vllm_dymoe.durable import close_file, keep_beside, kept_beside, make_folders, read_regular
-from vllm_dymoe.experts.encoding import encoding_of
+from vllm_dymoe.experts.encoding import WHOLE, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import Activation, CpuKernel, native
@@ -51,7 +52,7 @@ _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _READ_BYTES = 256 << 20  # read to time a GPU's host
 _WEIGHTS_LEAST, _WEIGHTS_SHARE = 256 << 20, 16  # bytes of random weights, and the share of memory that they may take
 _ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
-_BITS = 4  # of the experts that are timed
+_BITS = 4  # of the experts that are timed for a checkpoint that is not quantized
 _MATRICES = 2  # of a layer in addition to its experts: the input and the output projection of attention
 _LONGEST = 1.0  # seconds for which one measurement is repeated
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
@@ -93,7 +94,7 @@ class Machine(BaseModel):
     kernel: str
     """The CPU's kernel, by its instruction set."""
     experts: tuple[ExpertRate, ...] = Field(min_length=1)
-    """What that kernel reaches with 4-bit experts of one size, by tokens of a step."""
+    """What that kernel reaches with experts of one size and encoding, by tokens of a step."""
     dense: tuple[DenseRate, ...] = ()
     """What a CPU reaches with other layers of the model's size, by bits of a weight and tokens of a step."""
     operation: float = Field(default=1e-6, gt=0)
@@ -146,13 +147,23 @@ class Probe:
     experts: int  # of a layer
     top_k: int
     dense: int  # weights of a layer outside of its experts
+    encoding: int = _BITS  # tag of the experts' encoding
+    group_size: int = 64  # of their scales
 
     @classmethod
     def of(cls, folder: Path, shape: ModelShape) -> "Probe":
         """Return what is measured for a model whose packed experts lie in a folder."""
+        kept = {} if shape.kept is None else {
+            "encoding": shape.kept.encoding.tag, "group_size": shape.kept.group_size
+        }  # fmt: skip
         dense = (shape.token_weights - shape.vocabulary * shape.hidden) // shape.layers
         sizes = shape.hidden, shape.intermediate, shape.moe_layers, shape.experts, shape.top_k, dense
-        return cls(str(folder), *sizes)
+        return cls(str(folder), *sizes, **kept)
+
+    @property
+    def format(self) -> ExpertFormat:
+        """Format of the experts that are timed."""
+        return ExpertFormat(self.hidden, self.intermediate, WHOLE[self.encoding], self.group_size, torch.bfloat16)
 
     @property
     def key(self) -> str:
@@ -248,17 +259,18 @@ def measure(probe: Probe) -> Machine:
     )  # fmt: skip
 
 
-def _fastest(action: Callable[[], object], times: int = 5) -> float:
-    """Return the fewest seconds of some repetitions: what else runs only adds to them.
+def _typical(action: Callable[[], object], times: int = 5) -> float:
+    """Return the median seconds of some repetitions.
 
-    On a busy machine there are as many of them as begin within a second.
+    The fastest one is up to a seventh faster on a virtual machine, and a server's steps are not the fastest. On a busy
+    machine there are as many repetitions as begin within a second.
     """
     seconds = list[float]()
     while len(seconds) < times and (not seconds or sum(seconds) < _LONGEST):
         begin = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def random_weight_bytes(memory: int) -> int:
@@ -277,7 +289,7 @@ def random_weight_bytes(memory: int) -> int:
 
 def _host_rate() -> float:
     memory = torch.ones(_READ_BYTES // 4)
-    return memory.nbytes / _fastest(memory.sum)
+    return memory.nbytes / _typical(memory.sum)
 
 
 def _gpu_compute(number: int) -> float:
@@ -287,7 +299,7 @@ def _gpu_compute(number: int) -> float:
         torch.mm(one, one)
         torch.cuda.synchronize(number)
 
-    return float(2 * _MATRIX**3 / _fastest(multiply, 10))
+    return float(2 * _MATRIX**3 / _typical(multiply, 10))
 
 
 def _operation() -> float:
@@ -297,7 +309,7 @@ def _operation() -> float:
         for _ in range(500):
             torch.add(x, y)
 
-    return _fastest(some, 8) / 500
+    return _typical(some, 8) / 500
 
 
 def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...]]:
@@ -305,22 +317,21 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
 
     They are computed in memory, by a model's server.
     """
-    fmt = ExpertFormat(probe.hidden, probe.intermediate, encoding_of(_BITS), 64, torch.bfloat16)
+    fmt = probe.format
     layers = max(1, min(probe.layers, nbytes // (probe.experts * fmt.nbytes)))
-    experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {_BITS: fmt})
+    experts = ModelExperts(tuple(range(layers)), probe.experts, probe.top_k, {fmt.bits: fmt})
     store = RandomStore(experts, max(1, min(layers * probe.experts, nbytes // fmt.nbytes)))
     misses = "auto" if native.load() is None else "compute"
-    given = {"policy": "exact", "high": _BITS, "low": 0, "expert_budget": "top-k", "misses": misses}
+    given = {"policy": "exact", "high": fmt.bits, "low": 0, "expert_budget": "top-k", "misses": misses}
     options = resolve_options(given, environment={})
     server, found = ExpertServer(store, options, torch.device("cpu")), list[ExpertRate]()
     generator, weights = torch.Generator().manual_seed(0), 3 * probe.hidden * probe.intermediate
     try:
         for rows in _ROWS:
             x = torch.randn(rows, probe.hidden, generator=generator).bfloat16()
-            gates, seconds, active = torch.full((rows, probe.top_k), 1 / probe.top_k), float("inf"), 0
-            begun, times = time.perf_counter(), 0
-            while times < 12 and (not times or time.perf_counter() - begun < _LONGEST):
-                times += 1
+            gates, measured = torch.full((rows, probe.top_k), 1 / probe.top_k), list[tuple[float, int]]()
+            begun = time.perf_counter()
+            while len(measured) < 12 and (not measured or time.perf_counter() - begun < _LONGEST):
                 scores = torch.rand(layers, rows, probe.experts, generator=generator)
                 ids = scores.topk(probe.top_k, dim=2).indices.int()
                 steps = [Routing(layer, layers, x, ids[layer], gates) for layer in range(layers)]
@@ -328,8 +339,8 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
                 server.host_planned.begin_step(Phase.DECODE)
                 for step in steps:
                     server.host_planned.forward(step, Activation.SILU)
-                if (took := time.perf_counter() - begin) < seconds:
-                    seconds, active = took, sum(len(step.active) for step in steps)
+                measured.append((time.perf_counter() - begin, sum(len(step.active) for step in steps)))
+            seconds, active = sorted(measured)[len(measured) // 2]
             operations = 2 * layers * rows * probe.top_k * weights
             found.append(ExpertRate("cpu", weights, rows, False, active * fmt.nbytes / seconds, operations / seconds))
         return CpuKernel().name, tuple(found)
@@ -341,12 +352,11 @@ def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
     """The rates of dense layers at 16 and at 8 bits.
 
     Between two uses of a matrix the others of a token are read, which may evict it from the caches. So matrices have as
-    many bytes (at 8 bits) as a token reads with its experts (at 4), and ``nbytes`` at most.
+    many bytes (at 8 bits) as a token reads with its experts, and ``nbytes`` at most.
     """
     columns, found = probe.hidden, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
-    of_experts = 3 * probe.top_k * probe.hidden * probe.intermediate * _BITS // 8
-    of_token = probe.layers * (_MATRICES * rows * columns + of_experts)
+    of_token = probe.layers * (_MATRICES * rows * columns + probe.top_k * probe.format.nbytes)
     count = max(1, min(of_token, nbytes) // (_MATRICES * rows * columns)) * _MATRICES
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(columns, generator=generator).bfloat16()
@@ -370,7 +380,7 @@ def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
                 for layer in of_bits:
                     layer(x)
 
-            found.append(DenseRate(bits, tokens, count * rows * columns / _fastest(step, 8)))
+            found.append(DenseRate(bits, tokens, count * rows * columns / _typical(step, 8)))
     return tuple(found)
 
 
@@ -392,7 +402,7 @@ def _disk_rate(folder: Path) -> float | None:
                 return read_direct(file, map_bytes(_DISK_PIECE), place)
 
             with ThreadPoolExecutor(_DISK_DEPTH) as pool:
-                seconds = _fastest(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
+                seconds = _typical(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
         finally:
             close_file(file)
     return _DISK_BYTES / seconds

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class ModelShape:
     kv_heads: int  # number of parts into which ranks can split the KV cache
     vocabulary: int  # logits of a token
     longest: int  # max_position_embeddings
+    kept: ExpertFormat | None = None  # format of a quantized checkpoint's experts, which keep their codes
 
     @property
     def dense_bytes(self) -> int:
@@ -69,11 +70,13 @@ class ModelShape:
         return self.token_weights * ITEM + self.moe_layers * self.top_k * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
-        formats = stored_formats(
-            bits,
-            lambda width: ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, torch.bfloat16),
-        )
-        return ModelExperts(tuple(range(self.moe_layers)), self.experts, self.top_k, formats)
+        def make(width: int) -> ExpertFormat:
+            if self.kept is not None and width == self.kept.bits:
+                return replace(self.kept, hidden=self.hidden, intermediate=self.intermediate)
+            return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, torch.bfloat16)
+
+        layers = tuple(range(self.moe_layers))
+        return ModelExperts(layers, self.experts, self.top_k, stored_formats(bits, make))
 
 
 def read_shape(model: str) -> ModelShape:

@@ -24,6 +24,7 @@ from vllm_dymoe.plan.routings import Routings, made_up
 from vllm_dymoe.policies import make_policy
 from vllm_dymoe.quantize.model_config import ModelConfig, read_config
 from vllm_dymoe.quantize.readers import make_reader
+from vllm_dymoe.quantize.readers.base import kept_format
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.units import size
 
@@ -90,8 +91,12 @@ def read_model(name: str) -> Model:
         return Model(name, shape, fixed, quantized=said.get("dense") is not None)
     if (quantization := ModelConfig(folder).quantization) is None:
         return Model(name, shape)
-    usual, _ = make_reader(quantization, None).usual
-    return Model(name, shape, {"high": usual.bits, "low": 0}, quantized=True)
+    usual = make_reader(quantization, None).usual
+    bits = usual[0].bits
+    if usual[0].held:
+        like = shape.packed((bits,)).formats[bits]
+        shape = replace(shape, kept=kept_format(usual, like, shape.intermediate, 1))
+    return Model(name, shape, {"high": bits, "low": 0}, quantized=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _CURVES = {
     "swiglustep": Curve.SWIGLU_STEP,
     "situ": Curve.SITU,
 }
+_SAME: dict[Activation, Activation] = {}  # one object for equal ones: an executor prepares each object that it is given
 _STEP_LIMIT = 7.0  # of Step-3.5, built into vLLM's kernel for it
 
 
@@ -33,7 +34,7 @@ def activation_of(layer: Any) -> Activation:
             f"limit {layer.moe_config.swiglu_limit}, which is not supported yet; serve this model without "
             "--quantization dymoe."
         )
-    return known
+    return _SAME.setdefault(known, known)
 
 
 def _known(layer: Any) -> Activation | None:

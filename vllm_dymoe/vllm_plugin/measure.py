@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
 
 from vllm_dymoe.bench.cases import ENGINES, FULL
@@ -65,8 +64,6 @@ def start(job: Mapping[str, Any]) -> LLM:
         "skip_tokenizer_init": job["random_length"] is not None,
         "disable_log_stats": True,
     }
-    if current_platform.is_cpu():
-        settings["enforce_eager"] = True  # compiling takes a minute and gains little on a CPU
     if options is not None:
         options = {**options, "expert_budget": job["cases"][0]["budget"]}
         settings |= {"quantization": "dymoe", "additional_config": {"dymoe": options}}

@@ -87,12 +87,12 @@ class RankServer:
             TransferError: in a warm-up that no other rank waits for.
         """
         server, step, rows = self.server, self.step, x.shape[0]
-        tokens, capturing = step.real(rows), is_captured(x)
-        training = self.training
-        if training is not None and layer.position < self._num_layers and (capturing or step.phase is Phase.DECODE):
+        tokens, training = step.real(rows), self.training
+        draft = layer.position >= self._num_layers
+        if training is not None and not draft and (step.phase is Phase.DECODE or is_captured(x)):
             training.see(layer.position, x, ids)
         if self._decode is not None:
-            return self._decode.run(layer, x, weights, ids, capturing=capturing)
+            return self._decode.run(layer, x, weights, ids, capturing=is_captured(x))
         phase, gathered = step.phase, None
         if layer.meets:
             part = layer.part
@@ -102,7 +102,6 @@ class RankServer:
         elif tokens < rows:
             x, weights, ids = x[:tokens], weights[:tokens], ids[:tokens]
         here = own_ids(layer.expert_map, ids)
-        draft = layer.position >= self._num_layers
         reads_prompts = phase is Phase.PREFILL and not draft and gathered is None
         prompts = self.prompts if reads_prompts else None
         prompt = None if prompts is None else prompts.tokens(tokens, x.device)

@@ -157,8 +157,8 @@ def costs(work: Path, results: Results, rounds: int) -> None:
             seconds, products = 1e-3 * row["measured"]["tpot_ms"]["median"], 1 / free[str(batch)]
             lines.append([share * machine.operation / seconds for share in (model.shape.moe_layers, 1, batch)])
             wanted.append((seconds - products) / seconds)
-            rows.append({"model": name, "batch": batch, "seconds": seconds, "products": products,
-                         "operation": machine.operation})  # fmt: skip
+            rows.append({"model": name, "layers": model.shape.moe_layers, "batch": batch, "seconds": seconds,
+                         "products": products, "operation": machine.operation})  # fmt: skip
     found = dict(zip(("layer", "step", "request"), np.linalg.lstsq(np.array(lines), np.array(wanted))[0], strict=True))
     counts = {name: max(0, round(float(value))) for name, value in found.items()}
     said = json.loads(COSTS.read_text())
@@ -304,6 +304,8 @@ def page(results: Results) -> None:
     cores = f"{os.cpu_count()} cores of {platform.machine()}"
     if "speeds" in of:
         put(HERE / "README.md", "speeds", _speeds(of["speeds"]))
+    if "costs" in of:
+        put(HERE / "README.md", "costs", _costs(of["costs"]))
     if "starts" in of:
         put(HERE / "README.md", "starts", _starts(of["starts"], cores))
     if "fills" in of:
@@ -349,6 +351,25 @@ def _speeds(of: Mapping[str, Any]) -> str:
         f"Planned and measured tokens/s of each request with what is chosen, and their ratio:\n\n{second}\n\n"
         "<details><summary>Every combination</summary>\n\n" + "\n\n".join(texts) + "\n\n</details>"
     )
+
+
+def _costs(of: Mapping[str, Any]) -> str:
+    counts, rows = of["counts"], of["rows"]
+    lines = []
+    for name, batch in sorted(
+        {(row["model"], row["batch"]) for row in rows}, key=lambda one: (one[0] == SHALLOW, one[1])
+    ):
+        mine = [row for row in rows if (row["model"], row["batch"]) == (name, batch)]
+        own = counts["layer"] * mine[0]["layers"] + counts["step"] + counts["request"] * batch
+        fitted = statistics.median(row["products"] + own * row["operation"] for row in mine)
+        measured = statistics.median(row["seconds"] for row in mine)
+        products = statistics.median(row["products"] for row in mine)
+        lines.append(
+            [f"{mine[0]['layers']}", str(batch), *(f"{1e3 * value:.2f}" for value in (products, fitted, measured))]
+        )
+    said = ", ".join(f"{count} for each {name}" for name, count in counts.items())
+    heads = ["MoE layers", "requests", "products, ms", "with vLLM's own work, ms", "measured, ms"]
+    return f"Operations: {said}.\n\n{markdown(heads, lines)}"
 
 
 def _starts(of: Mapping[str, Any], cores: str) -> str:

@@ -442,6 +442,10 @@ def _operation(words: tuple[str, ...], size: int) -> Callable[..., Lanes]:
         return lambda *bits: _bits(kind, result(*(_numbers(kind, part, size) for part in bits)))
     to = _SIZES.get(words[-2][1:], size) if name == "cvt" else 2 * size if "wide" in words else size
     mask = known((1 << to) - 1)
+    if "hi" in words:  # of a product of integers
+        if name != "mul" or size > 32:
+            raise ValueError(f"{'.'.join(words)} is an unknown instruction")
+        return lambda *bits: (result(*(_numbers(kind, part, size) for part in bits)) >> size).astype(known) & mask
     return lambda *bits: np.asarray(result(*(_numbers(kind, part, size) for part in bits))).astype(known) & mask
 
 

@@ -16,8 +16,9 @@ from flow import Program
 from machine_code import compiled_ptx
 from variants import MAIN, variant_of
 
-from vllm_dymoe.experts.encoding import NESTED, STEPS, WHOLE, Encoding
+from vllm_dymoe.experts.encoding import CODEBOOKS, LATTICES, NESTED, STEPS, WHOLE, Encoding
 from vllm_dymoe.experts.format import DownFormat, ExpertFormat, PackedExpert
+from vllm_dymoe.experts.matrix import PackedMatrix
 from vllm_dymoe.kernels import Activation, expert_reference
 from vllm_dymoe.kernels.triton import (
     DecodeTile,
@@ -196,6 +197,8 @@ def ran(launch: Launch, memory: Any) -> Ran:
     for matrix in expert:
         if matrix.order is not None:
             matrix.order.copy_(torch.randperm(len(matrix.order), generator=generator))
+    for matrix in expert:
+        _vary_scales(matrix, generator)
     if launch.bias:
         for matrix in expert:
             matrix.bias.copy_(torch.randn(len(matrix.bias), generator=generator) / 16)
@@ -257,6 +260,18 @@ def ran(launch: Launch, memory: Any) -> Ran:
     return Ran(error, got, x, expert, *at)
 
 
+def _vary_scales(matrix: PackedMatrix, generator: torch.Generator) -> None:
+    """Multiply the scales of a random matrix by powers of two: a kernel that takes another one is wrong."""
+    if matrix.scales is not None:
+        scales = matrix.scales.float()
+        scales *= 2.0 ** torch.randint(-1, 2, scales.shape, generator=generator)
+        matrix.scales.view(torch.uint8).copy_(scales.to(matrix.scales.dtype).view(torch.uint8))
+    elif matrix.scales_zeros is not None:
+        powers = 2.0 ** torch.randint(-1, 2, matrix.scales_zeros.shape[:2], generator=generator)
+        changed = [0] if matrix.format.integer_zeros else [0, 1]  # integer zeros count steps of the scale
+        matrix.scales_zeros[..., changed] *= powers[..., None].to(matrix.scales_zeros.dtype)
+
+
 SHARED = {"split": 2, "fetch": True, "weighted": True}
 ON_TENSOR_CORES = tuple(encoding for encoding in (*WHOLE.values(), *NESTED.values()) if encoding.name != "16")
 
@@ -284,10 +299,12 @@ def tensor_core_launches() -> Iterator[tuple[int, Launch]]:
 def large_batch_launches() -> Iterator[tuple[int, Launch]]:
     """Yield architectures, and launches of large batches with weights in registers.
 
-    Each has a tile of 64 positions and one of 8.
+    4/2 bits have a tile of 64 positions and one of 8, and other codes, on one architecture, one of 16.
     """
     for architecture in (80, 89, MAIN, 120):
         yield architecture, Launch(NESTED[4], 70, grouped=True, sizes=(136, 72))
+    for code in (NESTED[8], *CODEBOOKS.values(), *LATTICES.values()):
+        yield MAIN, Launch(code, 11, grouped=True, sizes=(136, 72))
 
 
 def wrong_numbers(chosen: Iterable[tuple[int, Launch]]) -> list[str]:

@@ -86,7 +86,7 @@ _WIDE = ("count", "list", "place_pairs")  # the launches around the products of 
 _DECODE = "activation", "combine", "decode", "fetch", "float_rows", "rotate", "rows", "section"
 _TENSOR_CORES = "in_gluon", "mma_codes", "mma_decode", "mma_rows"
 _GROUPED_CODE = "activation", "float_rows", "float_tiles", "grouped", "rotate", "section"
-_IN_REGISTERS = "activation", "in_gluon", "mma_codes", "mma_grouped", "mma_rows", "section"
+_IN_REGISTERS = "activation", "float_rows", "in_gluon", "mma_codes", "mma_grouped", "mma_rows", "section"
 _MODULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_up", "down"), _DECODE),
     **dict.fromkeys(("mma_gate_up", "mma_down"), (*_DECODE, *_TENSOR_CORES)),
@@ -157,13 +157,16 @@ class Case:
 
 
 _POINTS = E8_NESTED.tag, E8.tag
+_BOOKS = tuple(book.tag for book in CODEBOOKS.values())
 # Published floats, and lattice codes.
-_OTHERS = (*(Case((book.tag,)) for book in CODEBOOKS.values()), Case((E8.tag,)), Case(_POINTS))
+_OTHERS = (*(Case((tag,)) for tag in _BOOKS), Case((E8.tag,)), Case(_POINTS))
 _DEVICE = tuple(replace(case, device=True) for case in (
     *map(Case, ((16,), (8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _ON_TENSOR_CORES = tuple(replace(case, device=True, tensor_cores=8) for case in (
     *map(Case, ((8,), (4,), (2,), (4, 2), (8, 4))), *_OTHERS))  # fmt: skip
 _IN_LARGE_BATCHES = tuple(replace(case, in_registers=True) for case in map(Case, ((4,), (2,), (4, 2))))
+# Gate and up only; down has the same loops.
+_MORE_IN_LARGE_BATCHES = tuple(replace(Case(tags), in_registers=True) for tags in ((8,), *zip(_BOOKS), _POINTS))
 _MANY = tuple(replace(case, device=True, tensor_cores=16) for case in map(Case, ((4,), (4, 2))))
 # Hidden size, top_k, dtype, and whether pairs can be absent: of DeepSeek-V3, of gpt-oss, and of a model with odd sizes.
 _SUMS = ((7168, 8, torch.bfloat16, False), (2880, 4, torch.float16, True), (1001, 22, torch.bfloat16, True))
@@ -199,6 +202,7 @@ def variants(architecture: int) -> Iterator[Variant]:
         yield from (_experts(architecture, kernel, case) for case in cases for kernel in pair)
     yield from (_experts(architecture, kernel, case) for case in (*_ON_TENSOR_CORES, *_MANY) for kernel in kernels[:2])
     yield from (_experts(architecture, kernel, case) for case in _IN_LARGE_BATCHES for kernel in kernels[2:])
+    yield from (_experts(architecture, kernels[2], case) for case in _MORE_IN_LARGE_BATCHES)
     yield from _others(architecture)
 
 

@@ -246,11 +246,9 @@ def fastest_grouped(
 ) -> Grouped:
     """Return the fastest way to compute experts of more tokens on a card.
 
-    ``mma_grouped`` has integer codes of 4 and 2 bits only, whose columns are in their order, and copies eight of them
-    at a time.
+    ``mma_grouped`` has no 16-bit weights. Columns are in their order, and it copies eight of them at a time.
     """
-    integers = all(tag in (4, 2) for tag in precisions)
-    if architecture < 80 or not integers or act_order or any(number % 8 for number in columns):
+    if architecture < 80 or 16 in precisions or act_order or any(number % 8 for number in columns):
         return Grouped.PLAIN
     return Grouped.IN_REGISTERS
 
@@ -464,6 +462,8 @@ def _grouped(
             from vllm_dymoe.kernels.triton.mma_grouped import mma_grouped_down_kernel, mma_grouped_gate_up_kernel
 
             if kernel is grouped_gate_up_kernel:
+                if states[0].numel() >= 1 << 31:  # offsets in x have 32 bits
+                    raise ValueError(f"x has {states[0].numel()} elements, expected fewer than 2^31; use fewer rows")
                 kernel, outputs = mma_grouped_gate_up_kernel, outputs // (1 + table.shape.has_gate)
             else:
                 kernel = mma_grouped_down_kernel

@@ -1,17 +1,19 @@
-"""Large batches of 4-bit and 2-bit codes in Gluon, with weights in registers.
+"""Large batches below 16 bits in Gluon, with weights in registers.
 
 The launches are those of ``grouped.py``. A program computes 256 rows, 64 of each of its four warps, for up to 64
 positions of one expert, along the columns in steps of a strip:
 
     words     prefetched to registers, a strip ahead
-    weights   (code - center) * scale + zero, rounded once to 16 bits: two or three instructions for two of them, in the
-              registers of mma.m16n8k16's operand A; see mma_codes
+    weights   rounded once to 16 bits, in the registers of mma.m16n8k16's operand A; see mma_codes: of integer codes
+              (code - center) * scale + zero; of published floats level * scale, exact at 4 bits; of lattice codes the
+              point, which is exact, because a row has one scale, for its sum
     x         copied to shared memory by cp.async, two strips ahead, for all warps; read by ldmatrix as operand B
 
 For gate and up two warps have blocks of gate and two the same blocks of up; they meet after the last strip. Fewer than
 33 positions have tiles of 8, 16 or 32. An output is the sum of the same products in the same order in each of them, so
 a token has the same bits however many others its expert has here. Weights have the bits that ``grouped.py``, the plain
-twin, gives them; sums of its tiles differ in their last bits.
+twin, gives them; sums of its tiles differ in their last bits. It scales FP8 after the products, for which there are no
+registers here: each weight is rounded instead, as ``dequantize`` does.
 """
 
 from triton.experimental import gluon
@@ -22,17 +24,26 @@ from vllm_dymoe.kernels.triton import activation as of_activation
 from vllm_dymoe.kernels.triton import mma_rows
 from vllm_dymoe.kernels.triton import section as of_section
 from vllm_dymoe.kernels.triton.in_gluon import barrier, in_gluon
-from vllm_dymoe.kernels.triton.mma_codes import offset_of, only, scale_layout, word_layout
+from vllm_dymoe.kernels.triton.mma_codes import offset_of, only, word_layout
 from vllm_dymoe.kernels.triton.section import (
     DESCRIPTIONS,
     TAG_BITS,
+    code_bits,
+    down_rotation,
+    factor_bytes,
+    group_size,
+    is_float,
+    is_lattice,
     padded_columns,
+    scale_bytes,
     stored_bits,
     strip_columns,
     weight_bytes,
 )
 
-_operand = mma_rows._operand
+_operand, _halves = mma_rows._operand, mma_rows._halves
+_load_factor, _scale_of_byte = mma_rows._load_factor, mma_rows._scale_of_byte
+_unpack_scales = mma_rows._unpack_scales
 _gated, _load_bias = in_gluon(of_activation.gated), in_gluon(of_section.load_bias)
 # Triton renamed it in 3.8.
 _load_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -198,9 +209,17 @@ def _store(
     gate = values
     if PAIR:
         gate, values = gl.split(values.reshape([TOKENS, 2, OUTPUTS]).permute([0, 2, 1]))
+    if factor_bytes(TAG) > 0:
+        values *= _load_factor(up_section, ROWS, COLUMNS, GROUP, TAG)
+        if PAIR:
+            gate *= _load_factor(gate_section, ROWS, COLUMNS, GROUP, TAG)
     LAYOUT: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.program_id(1) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    if is_lattice(TAG):
+        values *= _row_scales(up_section, row, ROWS, COLUMNS, GROUP, TAG, FLOAT16)
+        if PAIR:
+            gate *= _row_scales(gate_section, row, ROWS, COLUMNS, GROUP, TAG, FLOAT16)
     if BIAS:
         values += _load_bias(up_section, row, ROWS, COLUMNS, GROUP, STORED, FLOAT16)
         if PAIR:
@@ -208,10 +227,42 @@ def _store(
     position = first + token
     if INDEXED:
         values = _gated(gate, values, ACTIVATION)
+        if is_lattice(TAG):
+            values = _rotated(values, row, down_rotation(ROWS, TAG))
     else:
         position = gl.load(index + position, mask=token < count, other=0)
     inside = (token < count) & (row < ROWS)
     gl.store(out + position.to(gl.int64) * ROWS + row, values.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _row_scales(
+    section, row, ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TAG: gl.constexpr,
+    FLOAT16: gl.constexpr,
+):  # fmt: skip
+    """Return the float32 scales of a lattice's rows."""
+    at = (section + weight_bytes(ROWS, COLUMNS, GROUP, stored_bits(TAG, 0))).to(gl.pointer_type(gl.int32)) + row
+    low, high = _unpack_scales(gl.load(at, mask=row < ROWS, other=0), 0, FLOAT16)
+    return high if code_bits(TAG) == 4 else low
+
+
+@gluon.jit
+def _rotated(values, row, BLOCK: gl.constexpr):
+    """Return the inputs of down, rotated for lattice codes in blocks of rows, as activation.down_inputs does."""
+    TOKENS: gl.constexpr = values.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    LAYOUT: gl.constexpr = values.type.layout
+    number = row.to(gl.uint32) * 0x9E3779B1
+    number = (number ^ (number >> 15)) * 0x85EBCA77
+    values = gl.where(((number ^ (number >> 13)) & 1) == 0, values, -values)
+    for power in gl.static_range(0, 6):
+        if (2 << power) <= BLOCK:
+            pairs = values.reshape([TOKENS, ROWS >> power + 1, 2, 1 << power])
+            second = gl.arange(0, 2, only(pairs.type.layout, 2, 4))[None, None, :, None] == 1
+            sums = gl.sum(pairs, 2, keep_dims=True)
+            differences = gl.sum(gl.where(second, -pairs, pairs), 2, keep_dims=True)
+            values = gl.convert_layout(gl.where(second, differences, sums).reshape([TOKENS, ROWS]), LAYOUT)
+    return values * (BLOCK**-0.5)
 
 
 @gluon.jit
@@ -231,7 +282,7 @@ def _products(
         rows: pointer to their rows' numbers, if INDEXED; otherwise rows are positions.
         first: the first position.
         count: number of positions, from 1 on; what the result says of others means nothing.
-        TAG: bits of the codes.
+        TAG: bits of the codes, or a codebook's tag.
 
     Others are as in mma_rows.
 
@@ -240,24 +291,28 @@ def _products(
     """
     FLOAT16: gl.constexpr = x.dtype.element_ty == gl.float16
     DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
-    STORED: gl.constexpr = stored_bits(TAG, NESTED)
-    WHOLE_BITS: gl.constexpr = 2 * TAG if 2 * TAG == NESTED else TAG
-    TWO: gl.constexpr = STORED < TAG
+    BITS: gl.constexpr = code_bits(TAG)
+    FLOATS: gl.constexpr = is_float(TAG)
+    HALVED: gl.constexpr = 4 if is_lattice(TAG) else NESTED  # bits of codes whose halves lie in two sections
+    STORED: gl.constexpr = BITS if FLOATS else stored_bits(BITS, HALVED)
+    TWO: gl.constexpr = BITS == 8 or STORED < BITS
+    SIZE: gl.constexpr = group_size(TAG, GROUP)
     # At 2 bits a word serves two columns, half of a part apart.
     FOLD: gl.constexpr = 2 if STORED == 2 else 1
-    PART: gl.constexpr = 64 if GROUP > 64 and (2 * TAG == NESTED or STORED < TAG) else GROUP
+    PART: gl.constexpr = 64 if SIZE > 64 and (2 * BITS == HALVED or STORED < BITS) else SIZE
     SPAN: gl.constexpr = PART // FOLD
-    STRIP: gl.constexpr = strip_columns(TAG, NESTED, GROUP)
-    WORDS: gl.constexpr = STRIP // FOLD
     BLOCKS: gl.constexpr = (ROWS + 63) // 64
     PADDED_COLUMNS: gl.constexpr = padded_columns(COLUMNS, GROUP, TAG)
+    STRIP: gl.constexpr = columns_of_strip(TAG, HALVED, SIZE, PADDED_COLUMNS)
+    WORDS: gl.constexpr = STRIP // FOLD
     STRIPS: gl.constexpr = PADDED_COLUMNS // STRIP
+    GROUPS: gl.constexpr = STRIP // SIZE if STRIP > SIZE else 1  # in a strip
 
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=2)
     OF_WORDS: gl.constexpr = word_layout(4, WORDS // 16)
-    OF_SCALES: gl.constexpr = scale_layout(4)
+    OF_SCALES: gl.constexpr = scales_layout(GROUPS)
     OF_X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STRIP, STRIP // 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(
         8, 64 // STRIP if STRIP < 64 else 1, STRIP // 8 if STRIP < 64 else 8, order=[1, 0]
@@ -274,26 +329,38 @@ def _products(
     words_at = _blocks(gate, up, warp, BLOCKS, PADDED_COLUMNS * STORED * 8, PAIR).to(gl.pointer_type(gl.int32))
     words_at += column * 8 + word
     below_at = words_at
-    if TWO:
+    if STORED == 8:
+        below_at = words_at + PADDED_COLUMNS * 8
+    elif TWO:
         below_at = _blocks(gate_below, up_below, warp, BLOCKS, PADDED_COLUMNS * STORED * 8, PAIR)
         below_at = below_at.to(gl.pointer_type(gl.int32)) + (column * 8 + word)
 
-    # Scales [warp, half, word, tile].
-    s_warp = gl.arange(0, 4, only(OF_SCALES, 0, 4))[:, None, None, None]
+    # Scales [warp, half, word, tile, group].
+    s_warp = gl.arange(0, 4, only(OF_SCALES, 0))[:, None, None, None, None]
     s_row = (
-        gl.arange(0, 2, only(OF_SCALES, 1, 4))[None, :, None, None] * 32
-        + gl.arange(0, 8, only(OF_SCALES, 2, 4))[None, None, :, None] * 4
-        + gl.arange(0, 4, only(OF_SCALES, 3, 4))[None, None, None, :]
+        gl.arange(0, 2, only(OF_SCALES, 1))[None, :, None, None, None] * 32
+        + gl.arange(0, 8, only(OF_SCALES, 2))[None, None, :, None, None] * 4
+        + gl.arange(0, 4, only(OF_SCALES, 3))[None, None, None, :, None]
     )
-    scales_at = _blocks(gate, up, s_warp, BLOCKS, 256, PAIR) + weight_bytes(ROWS, COLUMNS, GROUP, STORED)
-    scales_at = gl.multiple_of(scales_at.to(gl.pointer_type(gl.int32)), [16, 16, 16, 16]) + s_row
+    if GROUPS > 1:
+        s_row += gl.arange(0, GROUPS, only(OF_SCALES, 4))[None, None, None, None, :] * 64
+    # Groups of a block of floats are adjacent, as are blocks of a group of integer codes.
+    SCALE: gl.constexpr = gl.int32 if not FLOATS else gl.float32 if BITS == 8 else gl.uint8
+    APART: gl.constexpr = 64 if FLOATS else BLOCKS * 64
+    OF_BLOCK: gl.constexpr = PADDED_COLUMNS // SIZE * 64 * scale_bytes(TAG) if FLOATS else 256
+    scales_at = _blocks(gate, up, s_warp, BLOCKS, OF_BLOCK, PAIR)
+    scales_at += weight_bytes(ROWS, COLUMNS, GROUP, TAG if FLOATS else STORED)
+    scales_at = gl.multiple_of(scales_at.to(gl.pointer_type(SCALE)), [16, 16, 16, 16, 16]) + s_row
 
     # x [token, column]
-    row = first + gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, OF_X)), count - 1)
+    row = gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, OF_X)), count - 1)
     if INDEXED:
-        row = gl.load(rows + row)
+        row = gl.load(rows + first + row).to(gl.int32)
+    else:
+        x += first.to(gl.int64) * COLUMNS
+    # Offsets of 32 bits: pointers would take twice as many registers.
     place = gl.arange(0, STRIP, gl.SliceLayout(0, OF_X))[None, :]
-    x_at = x + row.to(gl.int64)[:, None] * COLUMNS
+    x_at = row[:, None] * COLUMNS
     shared = gl.allocate_shared_memory(DTYPE, [3, TOKENS, STRIP], SHARED)
 
     sums = gl.zeros([256, TOKENS], gl.float32, layout=MMA)
@@ -302,7 +369,7 @@ def _products(
     if TWO:
         below = gl.load(below_at)
     for strip in gl.static_range(2):
-        _copy(shared.index(strip), x_at, place, strip, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
+        _copy(shared.index(strip), x, x_at, place, strip, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
     for strip in range(STRIPS):
         # On their way while this strip is computed; the last one is loaded twice.
         following = gl.minimum(strip + 1, STRIPS - 1) * (WORDS * 8)
@@ -310,18 +377,12 @@ def _products(
         next_below = next_words
         if TWO:
             next_below = gl.load(below_at + following)
-        scales = gl.load(scales_at + strip // (GROUP // STRIP) * (BLOCKS * 64))
-        scales = scales.permute([3, 0, 1, 2]).reshape([256])
-        scales = gl.convert_layout(scales, gl.SliceLayout(1, A), assert_trivial=True)
-        scale = gl.expand_dims((scales & 0xFFFF).to(gl.int16), 1).broadcast_to([256, STRIP])
-        zero = gl.expand_dims((scales >> 16).to(gl.int16), 1).broadcast_to([256, STRIP])
-        codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
-        a = _weights(codes, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
+        a = _dequantized(words, below, scales_at, strip, TAG, HALVED, STEPS, SIZE, APART, STRIP, TWO, FOLD, FLOAT16, A)
         async_copy.wait_group(1)
         barrier()
         b = shared.index(strip % 3).permute([1, 0]).load(B)
         sums = mma_v2(a.to(DTYPE, bitcast=True), b, sums)
-        _copy(shared.index((strip + 2) % 3), x_at, place, strip + 2, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
+        _copy(shared.index((strip + 2) % 3), x, x_at, place, strip + 2, COLUMNS, STRIPS, STRIP, WORDS, SPAN, PART)
         words = next_words
         below = next_below
     async_copy.wait_group(0)
@@ -344,7 +405,7 @@ def _blocks(gate, up, warp, BLOCKS: gl.constexpr, BYTES: gl.constexpr, PAIR: gl.
 
 @gluon.jit
 def _copy(
-    to, x_at, place, strip,
+    to, x, x_at, place, strip,
     COLUMNS: gl.constexpr, STRIPS: gl.constexpr, STRIP: gl.constexpr, WORDS: gl.constexpr, SPAN: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
@@ -358,9 +419,9 @@ def _copy(
         folded = strip * WORDS
         column = folded // SPAN * PART + folded % SPAN + place % WORDS + place // WORDS * SPAN
     if STRIPS * STRIP == COLUMNS:
-        _load_shared(to, x_at + column)
+        _load_shared(to, x + (x_at + column))
     else:
-        _load_shared(to, x_at + column, mask=column < COLUMNS)
+        _load_shared(to, x + (x_at + column), mask=column < COLUMNS)
     async_copy.commit_group()
 
 
@@ -376,27 +437,118 @@ def _as_operand(codes, A: gl.constexpr):
 
 
 @gluon.jit
+def _dequantized(
+    words, below, scales_at, strip,
+    TAG: gl.constexpr, NESTED: gl.constexpr, STEPS: gl.constexpr, SIZE: gl.constexpr, APART: gl.constexpr,
+    STRIP: gl.constexpr, TWO: gl.constexpr, FOLD: gl.constexpr, FLOAT16: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Return a strip's weights as 16-bit patterns, operand A's tiles [256, STRIP]; of lattice codes their points.
+
+    Args:
+        scales_at: pointers to the scales of the first groups.
+        APART: elements from a group's scales to those of the next one.
+    """
+    WHOLE_BITS: gl.constexpr = 2 * code_bits(TAG) if 2 * code_bits(TAG) == NESTED else code_bits(TAG)
+    GROUPS: gl.constexpr = STRIP // SIZE if STRIP > SIZE else 1
+    if is_lattice(TAG):
+        codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
+        return gl.inline_asm_elementwise(
+            points_of(code_bits(TAG), FLOAT16), "=r,r", [codes], gl.int16, is_pure=True, pack=2
+        )
+    else:
+        if GROUPS > 1:
+            scales = gl.load(scales_at + strip * (GROUPS * APART))
+        else:
+            scales = gl.load(scales_at + strip // (SIZE // STRIP) * APART)
+        scale, zero = _scales_zeros(_of_rows(scales, GROUPS, SIZE, A), TAG, FLOAT16)
+        scale = _of_columns(scale, STRIP, A)
+        zero = _of_columns(zero, STRIP, A)
+        if is_float(TAG) or code_bits(TAG) < 8:
+            codes = _as_operand(_operand(words, below, TAG, NESTED, TWO, FOLD, 4, STRIP, FLOAT16), A)
+            low = codes
+        else:
+            high, low = _halves(words, below, TAG, NESTED, 4, STRIP, FLOAT16)
+            codes = _as_operand(high, A)
+            low = _as_operand(low, A)
+        return _weights(codes, low, scale, zero, TAG, WHOLE_BITS, STEPS, FLOAT16)
+
+
+@gluon.jit
+def _of_rows(scales, GROUPS: gl.constexpr, SIZE: gl.constexpr, A: gl.constexpr):
+    """Return scales [warp, half, word, tile, group] for operand A's rows [256], or [256, GROUPS] of several groups."""
+    if GROUPS == 1:
+        of_rows = scales.permute([3, 0, 1, 2, 4]).reshape([256])
+        return gl.convert_layout(of_rows, gl.SliceLayout(1, A), assert_trivial=True)
+    else:
+        of_rows = scales.permute([3, 0, 1, 2, 4]).reshape([256, GROUPS])
+        return gl.convert_layout(of_rows, gl.SliceLayout(2, groups_layout(GROUPS, SIZE)), assert_trivial=True)
+
+
+@gluon.jit
+def _of_columns(scales, STRIP: gl.constexpr, A: gl.constexpr):
+    """Return scales of rows, or of rows and groups, for all columns of a strip: operand A's tiles [256, STRIP]."""
+    if len(scales.shape) == 1:
+        return gl.expand_dims(scales, 1).broadcast_to([256, STRIP])
+    else:
+        GROUPS: gl.constexpr = scales.shape[1]
+        columns = gl.expand_dims(scales, 2).broadcast_to([256, GROUPS, STRIP // GROUPS]).reshape([256, STRIP])
+        return gl.convert_layout(columns, A, assert_trivial=True)
+
+
+@gluon.jit
+def _scales_zeros(scales, TAG: gl.constexpr, FLOAT16: gl.constexpr):
+    """Return scale and zero as 16-bit patterns; of published floats the scale and what rounding takes from it."""
+    DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
+    if not is_float(TAG):
+        return (scales & 0xFFFF).to(gl.int16), (scales >> 16).to(gl.int16)
+    elif code_bits(TAG) == 4:  # exact
+        scale = _scale_of_byte(scales.to(gl.int32), TAG).to(DTYPE).to(gl.int16, bitcast=True)
+        return scale, scale
+    else:
+        scale = scales.to(DTYPE)
+        rest = (scales - scale.to(gl.float32)).to(DTYPE)
+        return scale.to(gl.int16, bitcast=True), rest.to(gl.int16, bitcast=True)
+
+
+@gluon.jit
 def _weights(
-    codes, scale, zero, TAG: gl.constexpr, WHOLE_BITS: gl.constexpr, STEPS: gl.constexpr, FLOAT16: gl.constexpr
+    codes, low, scale, zero, TAG: gl.constexpr, WHOLE_BITS: gl.constexpr, STEPS: gl.constexpr, FLOAT16: gl.constexpr
 ):
-    """Return (code - center) * scale + zero as 16-bit patterns."""
+    """Return weights as 16-bit patterns; see weights_of.
+
+    Args:
+        codes: of integers of 8 bits, the high halves; those have also low ones.
+    """
     ASM: gl.constexpr = weights_of(TAG, WHOLE_BITS, STEPS, FLOAT16)
-    REGISTERS: gl.constexpr = "=r,r,r,r"
-    return gl.inline_asm_elementwise(ASM, REGISTERS, [codes, scale, zero], gl.int16, is_pure=True, pack=2)
+    if is_float(TAG) and code_bits(TAG) == 4:
+        return gl.inline_asm_elementwise(ASM, "=r,r,r", [codes, scale], gl.int16, is_pure=True, pack=2)
+    elif is_float(TAG) or code_bits(TAG) < 8:
+        return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [codes, scale, zero], gl.int16, is_pure=True, pack=2)
+    else:
+        return gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [codes, scale, zero, low], gl.int16, is_pure=True, pack=2)
 
 
 @gluon.constexpr_function
-def weights_of(bits, whole_bits, integer_zeros, float16):
+def weights_of(tag, whole_bits, integer_zeros, float16):
     """Return PTX for two weights from operands of their codes, scales and zeros.
 
-    The code less its center is exact in 16 bits, and so it is with an integer zero. What follows is rounded once.
+    A float's level times a scale of 4 bits is exact, and what a float32 scale loses in 16 bits is added before the
+    weight is rounded. The code less its center is exact in 16 bits, and so it is with an integer zero. What follows is
+    rounded once.
     """
+    bits, fma = code_bits(tag), "fma.rn.f16x2" if float16 else "fma.rn.bf16x2"
+    if is_float(tag):
+        lines = ["mov.b32 %rest, 0x80008000;"]  # -0.0
+        if bits == 8:
+            lines += [f"{fma} %rest, $1, $3, %rest;"]
+        return "{\n.reg .b32 %rest;\n" + "\n".join([*lines, f"{fma} $0, $1, $2, %rest;"]) + "\n}"
     step = 1 << (whole_bits - bits)
-    center = (1 << (whole_bits - 1)) - (step - 1) / 2
-    fma, offset = "fma.rn.f16x2" if float16 else "fma.rn.bf16x2", offset_of(bits, float16)
+    center, offset = (1 << (whole_bits - 1)) - (step - 1) / 2, offset_of(bits, float16)
     numbers = {"%one": 1, "%step": step, "%center": -center, "%offset": -offset - center * (step == 1)}
     lines = [f"mov.b32 {name}, {_twice(number, float16)};" for name, number in numbers.items()]
     lines += [f"{fma} %code, $1, %one, %offset;"]
+    if bits == 8:  # the halves' sum less the center
+        lines += [f"{fma} %code, $4, %one, %code;"]
     if step > 1:
         lines += [f"{fma} %code, %code, %step, %center;"]
     if integer_zeros:
@@ -407,19 +559,71 @@ def weights_of(bits, whole_bits, integer_zeros, float16):
 
 
 @gluon.constexpr_function
-def _twice(number, float16):
-    """Return a literal with a number's 16 bits in both halves.
+def points_of(bits, float16):
+    """Return PTX for the numbers of two lattice points from their operands; see mma_codes.lattice_codes."""
+    step, center = (0.125, -1.5625 - 0.625) if bits == 4 else (0.5, -1.25 - 0.5)
+    fma, numbers = "fma.rn.f16x2" if float16 else "fma.rn.bf16x2", (1, -offset_of(4, float16), step, center)
+    one, offset, step, center = (_twice(number, float16) for number in numbers)
+    lines = [f"mov.b32 %a, {one};", f"mov.b32 %b, {offset};", f"{fma} %point, $1, %a, %b;"]
+    lines += [f"mov.b32 %a, {step};", f"mov.b32 %b, {center};", f"{fma} $0, %point, %a, %b;"]
+    return "{\n.reg .b32 %a, %b, %point;\n" + "\n".join(lines) + "\n}"
 
-    The number is at least 1, or at most -1. ValueError if 16 bits do not hold it.
+
+@gluon.constexpr_function
+def _twice(number, float16):
+    """Return a literal with a number's 16 bits in both halves; the number is not 0.
+
+    ValueError if 16 bits do not hold it.
     """
     bits, exponent, mantissa = (10, 15, abs(number)) if float16 else (7, 127, abs(number))
     while mantissa >= 2:
         mantissa, exponent = mantissa / 2, exponent + 1
+    while mantissa < 1:
+        mantissa, exponent = mantissa * 2, exponent - 1
     fraction = (mantissa - 1) * 2**bits
     if fraction != int(fraction) or fraction < 0:
         raise ValueError(f"16 bits do not hold {number}")
     held = (number < 0) << 15 | exponent << bits | int(fraction)
     return hex(held * 0x10001)
+
+
+@gluon.constexpr_function
+def columns_of_strip(tag, nested, group, columns):
+    """Return the columns that programs dequantize between two barriers.
+
+    Codes of 8 bits are two words, so that half as many columns take as many registers.
+
+    Args:
+        group: columns that share a scale.
+        columns: stored ones, of which the result is a part.
+    """
+    if code_bits(tag) == 8:
+        return min(group, 32)
+    if is_float(tag):
+        return next(size for size in (64, 32, 16) if columns % size == 0)
+    return strip_columns(tag, nested, group)
+
+
+@gluon.constexpr_function
+def scales_layout(groups):
+    """Return the layout of scales [warp, half, word, tile, group].
+
+    A lane loads those of four tiles together.
+    """
+    more = [[0, 0, 0, 0, bit] for bit in (1, 2) if bit < groups]
+    registers = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 1, 0, 0, 0], *more]
+    lanes = [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    warps = [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [4, 2, 8, 4, groups])
+
+
+@gluon.constexpr_function
+def groups_layout(groups, size):
+    """Return operand A's layout, as one of [256, groups, size of a group]."""
+    more = [*([0, 0, bit] for bit in (16, 32) if bit < size), *([0, bit, 0] for bit in (1, 2) if bit < groups)]
+    registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], *more, [64, 0, 0], [128, 0, 0]]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [256, groups, size])
 
 
 @gluon.constexpr_function

@@ -32,19 +32,19 @@ class Roomy(Exact):
         return slots // 2
 
 
-# name: policy, precisions, bits of the low version, budget, encodings
+# name: policy, precisions, bits of the low version, budget, hidden size
 SERVERS = {
-    "exact": (Roomy(), (4,), 0, "50%"),
-    "on-demand": (OnDemand(), (4,), 0, "50%"),
-    "dynaexq": (DynaExq(), (4, 2), 2, "75%"),
-    "eight bits": (Roomy(), (8,), 0, "50%"),
+    "exact": (Roomy(), (4,), 0, "50%", 64),
+    "on-demand": (OnDemand(), (8,), 0, "50%", 64),
+    "dynaexq": (DynaExq(), (4, 2), 2, "75%", 64),
+    "odd sizes": (Roomy(), (4,), 0, "50%", 60),
 }
 found = {}
 usual, run = [], JITFunction.run
 spied = mock.patch.object(JITFunction, "run", lambda self, *a, **named: usual.append(self) or run(self, *a, **named))
 counts = mock.patch.object(device_table, "_count_uses_on", return_value=CountUses())
-for name, (policy, bits, low, budget) in SERVERS.items():
-    store = make_store(make_experts(bits=bits, layers=4, num_experts=16))
+for name, (policy, bits, low, budget, hidden) in SERVERS.items():
+    store = make_store(make_experts(bits=bits, layers=4, num_experts=16, hidden=hidden))
     with no_launches() as launched, spied, counts:
         options = {"low": low, "high": bits[0], "parts": CardParts(torch.device("cpu"))}
         server = device_planned_server(store, budget, policy, **options)
@@ -89,9 +89,9 @@ def test_a_group_takes_two_launches(launches, name, tokens, pair):
     assert every == pair * (len(every) // 2)
 
 
-def test_encodings_without_a_kernel_for_all_sizes_have_a_pair_for_each_class_that_can_occur(launches):
+def test_experts_without_a_kernel_for_all_numbers_of_tokens_have_a_pair_for_each_class_that_can_occur(launches):
     for tokens, pairs in ((20, DECODED), (65, [*DECODED, "grouped_gate_up_kernel", "grouped_down_kernel"])):
-        kinds = Counter(kernel for group in products(launches[f"eight bits, {tokens}"]) for kernel in group)
+        kinds = Counter(kernel for group in products(launches[f"odd sizes, {tokens}"]) for kernel in group)
         assert set(kinds) == set(pairs)
     assert kinds["grouped_down_kernel"] == 2 * kinds["mma_down_kernel"], "for up to 64 and up to 128 tokens"
 

@@ -14,10 +14,12 @@ from tests.executor.steps import BUDGETS, STEPS, ByNumber, forward, make_server,
 from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
 from tests.support.memory_writer import staged
+from vllm_dymoe.cache.pages import map_bytes, whole_pages
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.routing import RoutingError
 from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.server import expert_server
 
 
 @pytest.mark.parametrize(("threads", "misses"), [(0, "fetch"), (2, "fetch"), (0, "compute")])
@@ -186,3 +188,26 @@ def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_s
     assert torch.equal(forward(server, 0, x, weights, ids), want)
     server.check_integrity()
     server.close(keep_store=True)
+
+
+@pytest.mark.parametrize("reason", [None, "out of memory"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_for_a_device_is_pinned_until_the_server_is_closed_or_the_memory_gone(closed, reason, monkeypatch):
+    """Otherwise a later server could not pin what is mapped there next."""
+    calls = []
+    page_lock = SimpleNamespace(
+        lock=lambda address, nbytes: calls.append((address, nbytes)) or reason,
+        unlock=lambda address: calls.append(address),
+    )
+    monkeypatch.setattr(expert_server, "CudaPageLock", lambda device: page_lock)
+    parts = expert_server.Parts(torch.device("cpu"))
+    parts.device = torch.device("cuda")
+    memory = map_bytes(100)
+    address = memory.data_ptr()
+    assert parts.lock(memory) == reason
+    assert calls == [(address, whole_pages(100))]
+    if closed:
+        parts.unlock()
+        assert calls[1:] == ([address] if reason is None else [])
+    del memory
+    assert calls[1:] == ([address] if reason is None else [])

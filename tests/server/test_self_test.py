@@ -8,6 +8,7 @@ import torch
 
 from tests.executor.steps import FAST
 from tests.small_model import make_experts
+from vllm_dymoe.executor import plain_kernels
 from vllm_dymoe.executor.plain_kernels import PlainKernels
 from vllm_dymoe.experts.encoding import CODEBOOKS, E8_NESTED
 from vllm_dymoe.kernels import Activation, Curve, Decode, Grouped, native
@@ -17,6 +18,7 @@ from vllm_dymoe.server.expert_server import Parts
 from vllm_dymoe.server.self_test import SelfTest
 
 CPU = torch.device("cpu")
+NATIVE = pytest.mark.skipif(native.load() is None, reason="there is no native library, and so no CPU queue")
 OPTIONS = Options(high=4, low=2, group_size=32, link_gbps=FAST)
 
 
@@ -84,7 +86,7 @@ def test_a_broken_kernel_of_the_device_is_found(spoil, rows):
     assert f"a step of {rows} tokens" in found.failure
 
 
-@pytest.mark.skipif(native.load() is None, reason="there is no native library, and so no CPU queue")
+@NATIVE
 @pytest.mark.parametrize("misses", ["auto", "share", "fetch"])
 def test_misses_that_the_cpu_computes_are_tested_where_it_may_compute_some(misses):
     class Broken(PlainKernels):
@@ -101,6 +103,33 @@ def test_misses_that_the_cpu_computes_are_tested_where_it_may_compute_some(misse
     found = run(options=OPTIONS.model_copy(update={"misses": misses}), parts=BrokenParts(CPU))
     assert found.skipped == ""
     assert ("misses computed by the CPU" in found.failure) == (misses != "fetch")
+
+
+@NATIVE
+@pytest.mark.parametrize("nested", [True, False])
+def test_misses_that_come_from_a_disk_are_tested_where_the_device_cannot_read_all_experts(nested, monkeypatch):
+    asked = []
+    take = plain_kernels.take_plain
+    monkeypatch.setattr(plain_kernels, "take_plain", lambda *given: asked.append(take(*given)))
+    found = run(make_experts(nested=nested), from_disk=True)
+    assert (found.failure, found.skipped, found.steps) == ("", "", 8)
+    assert asked
+
+
+@NATIVE
+def test_sources_that_are_mixed_up_are_found(monkeypatch):
+    monkeypatch.setattr(plain_kernels, "take_plain", mixed_up(plain_kernels.take_plain))
+    assert "misses read from disk" in run(from_disk=True).failure
+
+
+def mixed_up(take):
+    """Return a function that takes the sources of a plan's experts, and exchanges those of the first two."""
+
+    def wrong(queue, turn, table, layer, plan):
+        take(queue, turn, table, layer, plan)
+        plan.addresses[:, :2] = plan.addresses[:, [1, 0]]
+
+    return wrong
 
 
 def test_a_start_that_can_have_no_cpu_queue_is_tested_without(monkeypatch):
@@ -145,11 +174,12 @@ def test_a_result_is_kept_for_a_machine_its_versions_and_the_kind_of_experts(tmp
     assert len(tests) == 1
     run(kept=kept, decode=Decode.TENSOR_CORES)
     run(make_experts(hidden=96), kept=kept)
+    run(kept=kept, from_disk=True)
     monkeypatch.setattr(self_test, "describe_machine", lambda device: "another card")
     run(kept=kept)
-    assert len(tests) == 4
+    assert len(tests) == 5
     run()
-    assert len(tests) == 5, "without a file it is run at every start"
+    assert len(tests) == 6, "without a file it is run at every start"
 
 
 def test_what_could_not_run_is_not_kept(tmp_path, monkeypatch):
@@ -169,14 +199,14 @@ def test_the_fastest_kernels_that_pass_are_used(broken, fastest, monkeypatch):
     some = [v for v in VARIANTS if v[0] <= fastest[0] and v[1] <= fastest[1]]
     tried, said, wrong = [], [], some[:broken]
 
-    def found(*given, decode, grouped, kept):
+    def found(*given, decode, grouped, from_disk, kept):
         tried.append((decode, grouped))
         return SelfTest(6, "step 3 is wrong" * (tried[-1] in wrong), 0.1)
 
     def start():
         return self_test.tested(
             make_experts(), OPTIONS, CPU, [Activation.SILU], kept=None, say=said.append,
-            at_most=(max(Decode), max(Grouped)),
+            at_most=(max(Decode), max(Grouped)), from_disk=False,
         )  # fmt: skip
 
     monkeypatch.setattr(self_test, "self_test", found)
@@ -197,7 +227,7 @@ def test_what_could_not_run_is_said_and_holds_nothing_up(monkeypatch):
     said = []
     monkeypatch.setattr(self_test, "self_test", lambda *given, **named: SelfTest(0, "", 0.1, skipped="no memory"))
     monkeypatch.setattr(self_test.kernels, "decode_kernels", lambda *given: tuple(reversed(Decode)))
-    settings = {"kept": None, "say": said.append, "at_most": (max(Decode), max(Grouped))}
+    settings = {"kept": None, "say": said.append, "at_most": (max(Decode), max(Grouped)), "from_disk": False}
     chosen = self_test.tested(make_experts(), OPTIONS, CPU, [Activation.SILU], **settings)
     assert chosen == (Decode.PLAIN, Grouped.PLAIN)
     assert "no memory" in said[0]

@@ -128,7 +128,8 @@ def test_narrower_and_fewer_experts_are_filled_up_with_zeros(tmp_path):
                 assert packed.bias.sum() == rows
 
 
-def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(monkeypatch, tmp_path):
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(readable, monkeypatch, tmp_path):
     asked, ways = {}, (Decode.TENSOR_CORES, Grouped.PLAIN)
 
     def tested(experts, options, device, activations, **given):
@@ -138,7 +139,9 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(monkeypatch, tmp_pa
     monkeypatch.setattr(loading_module, "tested", tested)
     model = model_of({}, {"activation": Activation.GELU}, {})
     model._model.rates = tmp_path / "rates.json"
-    assert model._tested(SimpleNamespace(experts=EXPERTS), torch.device("cuda")) == ways
+    store = SimpleNamespace(experts=EXPERTS, readable=readable)
+    assert model._tested(store, torch.device("cuda")) == ways
+    assert asked["from_disk"] != readable
     assert asked["device"].type == "cuda"
     assert asked["activations"] == [SPEC.activation, Activation.GELU]
     assert asked["kept"] == tmp_path / "self-test.json"
@@ -156,7 +159,7 @@ def test_a_start_on_a_gpu_tests_the_kernels_that_it_will_use(monkeypatch, tmp_pa
 def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(fastest, chosen, rounds, monkeypatch):
     asked = []
 
-    def tested(kind, options, device, activations, *, kept, say, at_most):
+    def tested(kind, options, device, activations, *, kept, say, at_most, from_disk):
         asked.append((kind, at_most))
         decode, grouped = fastest[kind]
         return min(at_most[0], Decode(decode)), min(at_most[1], Grouped(grouped))
@@ -164,6 +167,6 @@ def test_kinds_of_layers_are_tested_as_all_of_them_will_be_used(fastest, chosen,
     monkeypatch.setattr(loading_module, "tested", tested)
     experts = SimpleNamespace(of_kinds=(0, 1), of_kind=lambda kind: kind)
     model = model_of({}, {"activation": Activation.GELU}, {})
-    assert model._tested(SimpleNamespace(experts=experts), torch.device("cuda")) == chosen
+    assert model._tested(SimpleNamespace(experts=experts, readable=True), torch.device("cuda")) == chosen
     assert len(asked) == 2 * rounds
     assert {at_most for _, at_most in asked[-2:]} == {chosen if rounds > 1 else (max(Decode), max(Grouped))}

@@ -85,12 +85,19 @@ def fill_randomly(matrix: MatrixFormat, section: torch.Tensor, generator: torch.
 
 
 class RandomStore(HostStore):
-    """Random experts in memory that share the bytes of ``distinct`` ones."""
+    """Random experts in memory that share the bytes of ``distinct`` ones.
+
+    Args:
+        experts: their formats.
+        distinct: number of different experts.
+        pinned: memory is pinned for the device.
+        readable: the device may read them directly; otherwise it has to ask for them, as if they were on a disk.
+    """
 
     whole = True
 
-    def __init__(self, experts: ModelExperts, distinct: int, *, pinned: bool = False) -> None:
-        self.experts, self._distinct = experts, distinct
+    def __init__(self, experts: ModelExperts, distinct: int, *, pinned: bool = False, readable: bool = True) -> None:
+        self.experts, self._distinct, self._readable = experts, distinct, readable
         generator = torch.Generator().manual_seed(0)
         self._slices: dict[tuple[int, int], torch.Tensor] = {}
         for number, (bits, fmt) in product(range(distinct), experts.formats.items()):
@@ -105,7 +112,7 @@ class RandomStore(HostStore):
 
     @property
     def readable(self) -> bool:
-        return True
+        return self._readable
 
     def packed(self, key: SliceKey) -> torch.Tensor:
         return self._slices[(key.layer * self.experts.num_experts + key.expert) % self._distinct, key.bits]

@@ -4,6 +4,7 @@ It holds budget, cache and executors of all MoE layers, and changes them between
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class Parts:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_memory = device, make_device_memory(device)
+        self._pinned: list[weakref.finalize[[int], torch.Tensor]] = []
 
     def pools(self, plan: SlotPlan, experts: ModelExperts, bits: Mapping[Precision, int]) -> SlotPools:
         return SlotPools(plan, experts, bits, self.device, self.device_memory)
@@ -86,10 +88,24 @@ class Parts:
         return TritonKernels(kernel, experts, SMALL_BATCH_ROWS)
 
     def lock(self, memory: torch.Tensor) -> str | None:
-        """Pin memory for the device; return the reason why that failed, or None."""
+        """Pin memory for the device, until :meth:`unlock` or the tensor's end.
+
+        Returns:
+            the reason why that failed, or None.
+        """
         if self.device.type == "cpu":
             return None
-        return CudaPageLock(self.device).lock(memory.data_ptr(), whole_pages(memory.numel()))
+        page_lock, address = CudaPageLock(self.device), memory.data_ptr()
+        reason = page_lock.lock(address, whole_pages(memory.numel()))
+        if reason is None:
+            self._pinned.append(weakref.finalize(memory, page_lock.unlock, address))
+            self._pinned[-1].atexit = False  # at exit, the operating system does this
+        return reason
+
+    def unlock(self) -> None:
+        """Unpin all memory; otherwise what is mapped there later could not be pinned."""
+        while self._pinned:
+            self._pinned.pop()()
 
     def branch(self) -> Branch:
         return make_branch(self.device)
@@ -621,6 +637,7 @@ class ExpertServer:
             self.disk_queue.close()
         self.engine.close()
         self.cpu_execution.close()
+        self._parts.unlock()
         self.cache.pools.free()
         if not keep_store:
             self.store.close()

@@ -48,6 +48,8 @@ _GROUPED = {
     Grouped.PLAIN: "by way of shared memory",
     Grouped.IN_REGISTERS: "with weights dequantized in registers",
 }
+_Misses = Literal["fetch", "compute", "disk"]
+"""How a step gets the experts that it misses: over the link, computed by the CPU, or from a disk and over the link."""
 _COLUMNS = 64  # columns of a program's strip; a wrong strip is off by 1.4 times its values' size
 _STRIP_TOLERANCE = 0.4
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -78,6 +80,7 @@ def self_test(
     *,
     decode: Decode = Decode.PLAIN,
     grouped: Grouped = Grouped.PLAIN,
+    from_disk: bool = False,
     kept: Path | None = None,
     parts: Parts | None = None,
 ) -> SelfTest:
@@ -87,14 +90,15 @@ def self_test(
         activations: those of the model's layers, each once.
         decode: test this way to compute experts of few tokens.
         grouped: test this way to compute experts of more tokens.
+        from_disk: the device cannot read all experts directly, so steps ask the CPU for those that they miss.
         kept: file of results; None to test at every start.
         parts: replaces the device's own.
     """
-    variant = _Variant(decode, grouped)
-    key = f"{describe_machine(device)}; {_describe(experts, options, activations, variant)}"
+    variant, ways = _Variant(decode, grouped), _misses(options, activations, from_disk=from_disk)
+    key = f"{describe_machine(device)}; {_describe(experts, ways, activations, variant)}"
     if kept is not None and (known := kept_beside(kept, key, SelfTest)) is not None:
         return known
-    found = _run(experts, options, device, activations, variant, parts=parts)
+    found = _run(experts, options, device, activations, variant, ways, parts=parts)
     if kept is not None and not found.skipped:
         keep_beside(kept, key, found)
     return found
@@ -102,7 +106,7 @@ def self_test(
 
 def tested(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation], *,
-    kept: Path | None, say: Callable[[str], object], at_most: tuple[Decode, Grouped],
+    kept: Path | None, say: Callable[[str], object], at_most: tuple[Decode, Grouped], from_disk: bool,
 ) -> tuple[Decode, Grouped]:  # fmt: skip
     """Return the fastest kernels that pass their self-test on this card.
 
@@ -112,6 +116,7 @@ def tested(
     Args:
         say: gets each sentence for the log.
         at_most: the fastest ways to decode, and to compute more tokens, that may be chosen.
+        from_disk: see :func:`self_test`.
 
     Raises:
         ConfigError: the plain kernels are wrong, too.
@@ -119,13 +124,14 @@ def tested(
     matrices = [matrix for fmt in experts.formats.values() for matrix in fmt.matrices]
     for variant, following in pairwise((*_variants(device, matrices, at_most), None)):
         assert variant is not None
-        found = self_test(experts, options, device, activations, **vars(variant), kept=kept)
+        found = self_test(experts, options, device, activations, **vars(variant), from_disk=from_disk, kept=kept)
         if found.skipped:
             say(f"the self-test of the kernels could not run, because {found.skipped}; they are used untested.")
             return Decode.PLAIN, Grouped.PLAIN
         if not found.failure:
             return variant.decode, variant.grouped
-        about = f"{describe_machine(device)}; {_describe(experts, options, activations, variant)}"
+        ways = _misses(options, activations, from_disk=from_disk)
+        about = f"{describe_machine(device)}; {_describe(experts, ways, activations, variant)}"
         said = f"the kernels failed their self-test on this card: {found.failure}. For a bug report: {about}."
         if following is None:
             raise ConfigError(f"vllm-dymoe: {said} Nothing was served, because answers would be wrong.")
@@ -183,8 +189,8 @@ def _triton_version() -> str:
 
 
 def _describe(
-    experts: ModelExperts, options: Options, activations: Sequence[Activation], variant: _Variant
-) -> str:  # fmt: skip
+    experts: ModelExperts, ways: Sequence[_Misses], activations: Sequence[Activation], variant: _Variant
+) -> str:
     formats = ", ".join(
         f"{fmt.encoding.name}{', integer zeros' * fmt.integer_zeros}{', act-order' * fmt.act_order}"
         f"{', bias' * fmt.bias}{'' if fmt.encoding.group_size else f' in groups of {fmt.group_size}'}"
@@ -195,27 +201,28 @@ def _describe(
     return (
         f"{experts.num_experts} experts of {fmt.hidden} x {fmt.intermediate}, top {experts.top_k}, {formats}, "
         f"{str(fmt.dtype).removeprefix('torch.')}, {', '.join(map(str, activations))}, {variant.described}, "
-        f"misses by {' and '.join(_misses(options, activations))}"
+        f"misses by {' and '.join(ways)}"
     )
 
 
 def _run(
     experts: ModelExperts, options: Options, device: torch.device, activations: Sequence[Activation],
-    variant: _Variant, *, parts: Parts | None,
+    variant: _Variant, ways: Sequence[_Misses], *, parts: Parts | None,
 ) -> SelfTest:  # fmt: skip
     begin, steps, failure = time.perf_counter(), 0, ""
     try:
         layer = replace(experts, layers=experts.layers[:1], draft_layers=0, curves=(), lost={})
-        store = RandomStore(layer, _DISTINCT, pinned=device.type == "cuda")
+        from_disk = "disk" in ways
+        store = RandomStore(layer, _DISTINCT, pinned=device.type == "cuda" and not from_disk, readable=not from_disk)
         with closing(store):
-            for misses in _misses(options, activations):
+            for misses in ways:
                 how = _options(options, misses)
                 try:
                     server = ExpertServer(
                         store, how, device, parts=parts, decode=variant.decode, grouped=variant.grouped
                     )
                 except ConfigError:
-                    if misses == "fetch":
+                    if misses != "compute":
                         raise
                     break  # the start cannot have a CPU queue either
                 try:
@@ -223,7 +230,7 @@ def _run(
                         if options.low:
                             server.set_precision(retention=int(high))
                         work = _Work(store, layer.formats[options.high if high else options.low], activation)
-                        for rows in _rows(layer)[: None if misses == "fetch" else 2]:
+                        for rows in _rows(layer)[: 2 if misses == "compute" else None]:
                             failure = failure or _compare(server, work, rows)
                             steps += 1
                 finally:
@@ -242,16 +249,19 @@ def _rows(experts: ModelExperts) -> tuple[int, ...]:
     return 1, SMALL_BATCH_ROWS, SMALL_BATCH_ROWS + 1, max(_MANY_ROWS, crowded)
 
 
-def _misses(options: Options, activations: Sequence[Activation]) -> tuple[Literal["fetch", "compute"], ...]:
+def _misses(options: Options, activations: Sequence[Activation], *, from_disk: bool) -> tuple[_Misses, ...]:
     """Return the ways to serve misses that are tested.
 
-    The CPU computes them, too, if the start may have it compute some. It supports one activation function.
+    The CPU computes them, too, if the start may have it compute some. It supports one activation function, and computes
+    none that come from a disk.
     """
+    if from_disk:
+        return ("disk",)
     may = options.misses != "fetch" and len(activations) == 1 and native.load() is not None
     return ("fetch", "compute") if may else ("fetch",)
 
 
-def _options(options: Options, misses: str) -> Options:
+def _options(options: Options, misses: _Misses) -> Options:
     """Return options under which only transfers and the CPU's misses delay a step.
 
     Every expert has one precision.
@@ -261,8 +271,8 @@ def _options(options: Options, misses: str) -> Options:
         policy = {"policy": "dymoe", "policy_options": {"look_ahead": 0, "retention": 1, "reuse_high": False}}
     return options.model_copy(
         update=policy
-        | {"expert_budget": ExpertBudget(slots="top-k"), "host_store": "auto", "misses": misses, "trace": None}
-        | {"predictor": None}
+        | {"expert_budget": ExpertBudget(slots="top-k"), "host_store": "auto", "trace": None, "predictor": None}
+        | {"misses": "compute" if misses == "compute" else "fetch"}
     )
 
 
@@ -297,7 +307,7 @@ def _compare(server: ExpertServer, work: _Work, rows: int) -> str:
     first, second = (_step(server, x, weights, ids, work.activation).cpu() for _ in range(2))
     name = f"a step of {rows} tokens at {fmt.encoding.name}, {work.activation}"
     on_cpu = server.options.computes_misses  # which rounds differently
-    name += ", misses computed by the CPU" * on_cpu
+    name += ", misses computed by the CPU" * on_cpu + ", misses read from disk" * (server.disk_queue is not None)
     if not on_cpu and not torch.equal(first, second):
         return f"{name}, gave different bits when it was repeated"
     wrong = first.double() - want

@@ -293,6 +293,7 @@ class Loading:
                     kept=None if rates is None else rates.with_name(RESULTS),
                     say=lambda sentence: logger.warning("vllm-dymoe: %s", sentence),
                     at_most=slowest,
+                    from_disk=not store.readable,
                 )
                 for kind in range(len(store.experts.of_kinds))
             ]

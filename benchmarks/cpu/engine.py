@@ -37,7 +37,7 @@ def start(eager: bool) -> dict[str, Any]:
 
 
 def seconds(engine: Any, requests: int, tokens: int) -> float:
-    """Return the seconds in which an engine answers so many requests of so many tokens."""
+    """Return the seconds in which an engine answers requests of ``tokens`` tokens."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)

@@ -138,10 +138,11 @@ def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[
 
 
 def costs(work: Path, results: Results, rounds: int) -> None:
-    """Measure vLLM's own work in a step, as numbers of small operations, and write it into the plan's costs.json.
+    """Measure vLLM's own work in a step, and write it into the plan's costs.json.
 
-    A model and its first layers are measured in turns. What a step takes in addition to the planned products grows with
-    layers and requests, and has a part that is always there: the three are fitted, relative to the step's seconds.
+    It is counted in small operations. A model and its first layers are measured in turns. What a step takes in addition
+    to the planned products grows with layers and requests, and has a part that is always there: the three are fitted,
+    relative to the step's seconds.
     """
     prompts, asked = workload("shipped")
     given = {"high": 4, "dense": 16, "host_store": "pinned"}

@@ -1,4 +1,4 @@
-"""The weighted sum over each token's experts: one native call, or torch operations.
+"""The weighted sum over each token's experts, by native code or by torch.
 
 In a GPU's steps it is one Triton launch (``kernels/triton/combine.py``).
 """
@@ -97,7 +97,7 @@ def combine_with_torch(pairs: Pairs) -> Tensor:
 
 
 def _marked(skipped: Collection[int], device: torch.device) -> Tensor:
-    """Return marks of experts: int32 [highest expert + 1], 1 for the given ones, else 0."""
+    """Return int32 [highest expert + 1]: 1 for the given experts, else 0."""
     marks = [0] * (max(skipped) + 1)
     for expert in skipped:
         marks[expert] = 1

@@ -156,7 +156,7 @@ def _named(count: Count) -> str:
 
 
 def _aims(counts: list[Count], speeds: dict[str, dict]) -> Iterator[list[str]]:
-    """Yield a row for each aim: what was measured, the count without overlap, and the aim."""
+    """Yield a row for each aim: measured, by count without overlap, and the aim."""
     for count in counts:
         if count.measured is not None:
             least = speeds[f"kernels, {count.layer}, 4 bits, {count.tokens} tokens"]["bound"]

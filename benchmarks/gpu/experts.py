@@ -30,7 +30,7 @@ from vllm_dymoe.planner.large_batch import crowded_tokens
 
 
 class Products:
-    """The launches that compute one layer's step, as device-planned steps make them where all experts are resident.
+    """The launches of one layer's device-planned step with all experts resident.
 
     A small batch is decoded; in a larger one, experts are in classes by their tokens (``Tiles.of_large_batch``).
 

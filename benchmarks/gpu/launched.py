@@ -261,7 +261,7 @@ def ran(launch: Launch, memory: Any) -> Ran:
 
 
 def _vary_scales(matrix: PackedMatrix, generator: torch.Generator) -> None:
-    """Multiply the scales of a random matrix by powers of two: a kernel that takes another one is wrong."""
+    """Multiply scales by powers of two, so that a kernel that takes another errs."""
     if matrix.scales is not None:
         scales = matrix.scales.float()
         scales *= 2.0 ** torch.randint(-1, 2, scales.shape, generator=generator)

@@ -135,5 +135,5 @@ class TritonKernel:
 
 
 def _shape_of(formats: Sequence[Formats]) -> tuple[ExpertShape, frozenset[int]]:
-    """Return what experts of some formats have in common, and bit-widths of gate and up."""
+    """Return the formats' common shape, and the bit-widths of gate and up."""
     return ExpertShape.of(formats), frozenset(kind.bits for kind in Kinds.of(formats).gate_up)

@@ -248,7 +248,10 @@ def _row_scales(
 
 @gluon.jit
 def _rotated(values, row, BLOCK: gl.constexpr):
-    """Return the inputs of down, rotated for lattice codes in blocks of rows, as activation.down_inputs does."""
+    """Return the inputs of down, rotated for lattice codes.
+
+    The blocks are those of ``activation.down_inputs``.
+    """
     TOKENS: gl.constexpr = values.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     LAYOUT: gl.constexpr = values.type.layout
@@ -442,7 +445,9 @@ def _dequantized(
     TAG: gl.constexpr, NESTED: gl.constexpr, STEPS: gl.constexpr, SIZE: gl.constexpr, APART: gl.constexpr,
     STRIP: gl.constexpr, TWO: gl.constexpr, FOLD: gl.constexpr, FLOAT16: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Return a strip's weights as 16-bit patterns, operand A's tiles [256, STRIP]; of lattice codes their points.
+    """Return a strip's weights as 16-bit patterns; of lattice codes their points.
+
+    They are operand A's tiles [256, STRIP].
 
     Args:
         scales_at: pointers to the scales of the first groups.
@@ -475,7 +480,10 @@ def _dequantized(
 
 @gluon.jit
 def _of_rows(scales, GROUPS: gl.constexpr, SIZE: gl.constexpr, A: gl.constexpr):
-    """Return scales [warp, half, word, tile, group] for operand A's rows [256], or [256, GROUPS] of several groups."""
+    """Return scales [warp, half, word, tile, group] for operand A's rows.
+
+    The result is [256], or [256, GROUPS] of several groups.
+    """
     if GROUPS == 1:
         of_rows = scales.permute([3, 0, 1, 2, 4]).reshape([256])
         return gl.convert_layout(of_rows, gl.SliceLayout(1, A), assert_trivial=True)
@@ -486,7 +494,10 @@ def _of_rows(scales, GROUPS: gl.constexpr, SIZE: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _of_columns(scales, STRIP: gl.constexpr, A: gl.constexpr):
-    """Return scales of rows, or of rows and groups, for all columns of a strip: operand A's tiles [256, STRIP]."""
+    """Return scales of rows, or of rows and groups, for all columns of a strip.
+
+    The result has operand A's tiles [256, STRIP].
+    """
     if len(scales.shape) == 1:
         return gl.expand_dims(scales, 1).broadcast_to([256, STRIP])
     else:
@@ -497,7 +508,10 @@ def _of_columns(scales, STRIP: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def _scales_zeros(scales, TAG: gl.constexpr, FLOAT16: gl.constexpr):
-    """Return scale and zero as 16-bit patterns; of published floats the scale and what rounding takes from it."""
+    """Return scale and zero as 16-bit patterns.
+
+    Of published floats they are the scale and what rounding takes from it.
+    """
     DTYPE: gl.constexpr = gl.float16 if FLOAT16 else gl.bfloat16
     if not is_float(TAG):
         return (scales & 0xFFFF).to(gl.int16), (scales >> 16).to(gl.int16)
@@ -560,7 +574,10 @@ def weights_of(tag, whole_bits, integer_zeros, float16):
 
 @gluon.constexpr_function
 def points_of(bits, float16):
-    """Return PTX for the numbers of two lattice points from their operands; see mma_codes.lattice_codes."""
+    """Return PTX for the numbers of two lattice points from their operands.
+
+    See ``mma_codes.lattice_codes``.
+    """
     step, center = (0.125, -1.5625 - 0.625) if bits == 4 else (0.5, -1.25 - 0.5)
     fma, numbers = "fma.rn.f16x2" if float16 else "fma.rn.bf16x2", (1, -offset_of(4, float16), step, center)
     one, offset, step, center = (_twice(number, float16) for number in numbers)

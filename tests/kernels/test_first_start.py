@@ -1,4 +1,4 @@
-"""The kernels that a server compiles before it serves, without a GPU or the interpreter.
+"""The kernels that a server compiles before it serves, without a GPU.
 
 Driver and compiler do nothing, but Triton's own runtime is real: it decides what must be compiled for a launch.
 """

@@ -226,7 +226,7 @@ def test_an_instruction_set_is_used_where_the_processor_has_it(isa, flags):
 
 @pytest.mark.skipif(native.load() is None or not processor_has(*AVX2), reason="no native library, or no AVX2")
 def test_without_avx512_the_library_uses_avx2_with_vnni_if_there_is_one():
-    """As on Intel's processors for desktops since the 12th generation, and on older ones."""
+    """As on Intel's desktop processors since the 12th generation, and on older ones."""
     code = "from vllm_dymoe.kernels import native; print(native.load().name)"
     path = str(Path(__file__).parents[1] / "support/without_avx512")
     command = [sys.executable, "-c", code]

@@ -42,7 +42,7 @@ STEPS = [(0, 0, 1), (1, 1, 1), (2, 0, 3), (3, 1, 40)]
 
 
 def dymoe():
-    """Return a policy of its own for each server, because its thresholds move with the steps."""
+    """Return a new policy for a server: its thresholds move with the steps."""
     return Dymoe(retention=0.5, reuse_high=False)
 
 
@@ -59,7 +59,7 @@ def close(found, want):
 def check_budgets(
     store, steps, policy=lambda: None, activation=Activation.SILU, budgets=("50%", "minimum"), told=None, **options
 ):
-    """Check that steps compute what a CPU's do, and have the same bits at every budget.
+    """Check steps with a CPU's, and that every budget gives the same bits.
 
     Stores are of float16, because the interpreter does not round to bfloat16 as a GPU does.
     """

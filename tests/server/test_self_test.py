@@ -123,7 +123,7 @@ def test_sources_that_are_mixed_up_are_found(monkeypatch):
 
 
 def mixed_up(take):
-    """Return a function that takes the sources of a plan's experts, and exchanges those of the first two."""
+    """Return a function that takes a plan's sources, and exchanges the first two."""
 
     def wrong(queue, turn, table, layer, plan):
         take(queue, turn, table, layer, plan)

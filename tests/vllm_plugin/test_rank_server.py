@@ -259,7 +259,7 @@ def test_a_rank_starts_over_after_any_ranks_failure_where_ranks_add_up(memory_st
 
 
 def test_ranks_that_share_out_experts_have_one_threshold_after_one_could_not_compute_a_step(memory_store):
-    """It computes none of the step's later layers, but it sees the same routing there as the others."""
+    """It computes no later layer of the step, but it sees the same routing there."""
     faulty, experts = FaultyStore(memory_store), memory_store.experts
     everywhere = dataclasses.replace(experts, num_experts=2 * experts.num_experts)
     ranks, layers = [], []

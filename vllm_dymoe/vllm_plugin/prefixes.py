@@ -33,6 +33,7 @@ class _Clock:
     numbers: Any = field(default_factory=count)
     came: dict[str, list[float]] = field(default_factory=dict)  # moments of each running request's tokens
     unlike: int = 0  # prompts so far
+    reused: dict[str, int] = field(default_factory=dict)  # tokens of each prompt that were cached
 
     def ask(self, ids: list[int], tokens: int) -> str:
         name = f"prefixes-{next(self.numbers)}"
@@ -48,14 +49,19 @@ class _Clock:
                 if output.outputs[0].finish_reason == "error":
                     raise SystemExit(str(output.outputs[0].stop_reason))
                 self.came[output.request_id].append(now)
+                self.reused[output.request_id] = output.num_cached_tokens or 0
 
     def until_each_has(self, names: Sequence[str], tokens: int) -> None:
         self.step_until(lambda: all(len(self.came[name]) >= tokens for name in names))
 
-    def first_token(self, ids: list[int]) -> float:
-        """Return the seconds to the first token of a prompt."""
+    def first_token(self, ids: list[int], case: str) -> float:
+        """Return the seconds to the first token of a prompt.
+
+        The number of its tokens that were cached is noted under its case.
+        """
         begin, name = time.perf_counter(), self.ask(ids, _ANSWER)
         self.step_until(lambda: len(self.came[name]) == _ANSWER)
+        self.reused[case] = self.reused.pop(name)
         return self.came[name][0] - begin
 
 
@@ -71,7 +77,9 @@ def run(job: Mapping[str, Any]) -> None:
         clock = _Clock(llm)
         _rounds(clock, words, length, job["decoding"], 1)  # the cache fills up, and kernels are warm
         measured = _rounds(clock, words, length, job["decoding"], job["rounds"])
-        row = {**case, "kind": "prefixes", "length": length, "chunks": -(-length // chunk), "measured": measured}
+        reused = {name: clock.reused[name] for name in CASES if name in clock.reused}
+        row = {**case, "kind": "prefixes", "length": length, "chunks": -(-length // chunk), "measured": measured,
+               "reused": reused}  # fmt: skip
         append_row(Path(job["out"]), row)
 
 
@@ -92,15 +100,15 @@ def _rounds(clock: _Clock, words: list[int], length: int, decoding: int, rounds:
     clock.llm.reset_prefix_cache()
     for _ in range(rounds):
         cold = prompt()
-        found["cold"].append(clock.first_token(cold))
-        found["cached"].append(clock.first_token(cold))
-        found["new tail"].append(clock.first_token(prompt(cold[: length - length // _TAIL])))
+        found["cold"].append(clock.first_token(cold, "cold"))
+        found["cached"].append(clock.first_token(cold, "cached"))
+        found["new tail"].append(clock.first_token(prompt(cold[: length - length // _TAIL]), "new tail"))
         clock.llm.reset_prefix_cache()
         most = 16 * _SETTLE
         others = [clock.ask(prompt()[:_SETTLE], most) for _ in range(decoding)]
         clock.until_each_has(others, _SETTLE)
         before = len(clock.came[others[0]])
-        found["beside decoding"].append(clock.first_token(prompt()))
+        found["beside decoding"].append(clock.first_token(prompt(), "beside decoding"))
         came = clock.came[others[0]]
         gaps = [later - earlier for earlier, later in pairwise(came)]
         found["a decode step"].append(median(gaps[1:before]))

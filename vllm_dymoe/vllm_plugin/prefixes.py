@@ -33,7 +33,7 @@ class _Clock:
     numbers: Any = field(default_factory=count)
     came: dict[str, list[float]] = field(default_factory=dict)  # moments of each running request's tokens
     unlike: int = 0  # prompts so far
-    reused: dict[str, int] = field(default_factory=dict)  # tokens of each prompt that were cached
+    reused: dict[str, int] = field(default_factory=dict)  # cached tokens, by request, and by case of the last round
 
     def ask(self, ids: list[int], tokens: int) -> str:
         name = f"prefixes-{next(self.numbers)}"
@@ -77,7 +77,7 @@ def run(job: Mapping[str, Any]) -> None:
         clock = _Clock(llm)
         _rounds(clock, words, length, job["decoding"], 1)  # the cache fills up, and kernels are warm
         measured = _rounds(clock, words, length, job["decoding"], job["rounds"])
-        reused = {name: clock.reused[name] for name in CASES if name in clock.reused}
+        reused = {name: clock.reused[name] for name in CASES}
         row = {**case, "kind": "prefixes", "length": length, "chunks": -(-length // chunk), "measured": measured,
                "reused": reused}  # fmt: skip
         append_row(Path(job["out"]), row)

@@ -30,6 +30,7 @@ def test_environment_values_are_json_or_text():
     ("text", "budget"),
     [
         ("auto", ExpertBudget()),
+        ("auto for 4 requests", ExpertBudget(requests=4)),
         (1_000, ExpertBudget(bytes=1_000)),
         ("1.5 MiB", ExpertBudget(bytes=3 * 2**19)),
         ("12.5%", ExpertBudget(share=0.125)),
@@ -42,7 +43,15 @@ def test_budgets_are_bytes_or_shares(text, budget):
     assert load({"expert_budget": text}).expert_budget == budget
 
 
-@pytest.mark.parametrize("text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", [], True])
+def test_host_memory_leaves_no_kv_cache():
+    assert ExpertBudget(requests=4).is_auto
+    with refused(option="host_memory"):
+        load({"host_memory": "auto for 4 requests"})
+
+
+@pytest.mark.parametrize(
+    "text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", [], True, "auto for 0 requests"]
+)
 def test_impossible_budgets_are_refused(text):
     with refused(option="expert_budget"):
         load({"expert_budget": text})

@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +28,7 @@ CALIBRATED = ("gptq", "e8")
 
 
 _LONGEST_S = 366 * 24 * 3600  # upper bound of timeouts: a year; clocks and locks overflow far above
+_REQUESTS = re.compile(r"auto for ([1-9]\d{0,5}) requests?")  # of an automatic budget
 _MOST_ROWS = 1 << 20  # upper bound of misses_rows; no step has more rows
 
 
@@ -104,10 +106,11 @@ def store_root(store_dir: Path | None) -> Path:
 
 
 class ExpertBudget(BaseModel):
-    """Memory for experts on each rank; automatic if no field is set.
+    """Memory for experts on each rank; automatic if neither bytes, share nor slots are set.
 
     The budget is a number of bytes, a share of all experts' bytes, or a number of slots. ``slots`` stands for as many
-    slots as a token uses experts in a layer ("top-k"), or as a layer has experts ("layer").
+    slots as a token uses experts in a layer ("top-k"), or as a layer has experts ("layer"). ``requests`` are those
+    whose KV cache an automatic budget leaves on a GPU.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,13 +118,14 @@ class ExpertBudget(BaseModel):
     bytes: int | None = Field(default=None, gt=0)
     share: float | None = Field(default=None, gt=0, le=1)
     slots: Literal["top-k", "layer"] | None = None
+    requests: int = Field(default=1, gt=0)
 
     @classmethod
     def parse(cls, value: Any) -> "ExpertBudget":
         """Parse a budget as a user writes it.
 
-        ``value`` is "auto", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``, "25%"). Raises
-        ConfigError for anything else.
+        ``value`` is "auto", "auto for 4 requests", "top-k", "layer", bytes (``2**30``, "1.5GiB") or a share (``0.25``,
+        "25%"). Raises ConfigError for anything else.
         """
         if isinstance(value, ExpertBudget):
             return value
@@ -134,6 +138,8 @@ class ExpertBudget(BaseModel):
                 "vllm-dymoe: true and false are no budgets; write a share such as 25%, or bytes such as 8GiB."
             )
         try:
+            if isinstance(value, str) and (found := _REQUESTS.fullmatch(value.strip())):
+                return cls(requests=int(found[1]))
             if isinstance(value, float) and value <= 1:
                 return cls(share=value)
             if isinstance(value, str) and value.strip().endswith("%"):
@@ -146,7 +152,7 @@ class ExpertBudget(BaseModel):
 
     @property
     def is_auto(self) -> bool:
-        return self == AUTO
+        return self.bytes is None and self.share is None and self.slots is None
 
 
 AUTO = ExpertBudget()
@@ -238,9 +244,9 @@ class Options(BaseModel):
         of_slots = info.field_name == "expert_budget"
         with contextlib.suppress(ValueError):
             parsed = ExpertBudget.parse(value)
-            if of_slots or parsed.slots is None:
+            if of_slots or (parsed.slots is None and parsed.requests == 1):
                 return parsed
-        slots = '"top-k", "layer", ' if of_slots else ""
+        slots = '"auto for 4 requests", "top-k", "layer", ' if of_slots else ""
         raise ValueError(
             f'must be "auto", {slots}bytes such as "4GiB", or a share above 0% and up to 100% such as "25%"'
         )

@@ -294,8 +294,8 @@ def prefixes(work: Path, results: Results) -> None:
             str(folder_of("shipped", work)), prompts, ("25%", "50%", "100%"), options, engine, 640,
             work / "prefixes" / str(len(found)),
         )  # fmt: skip
-        found[name] = [{"budget": row["budget"], "length": row["length"], "chunks": row["chunks"],
-                        "measured": row["measured"], "wrong": wrong(row)} for row in rows]  # fmt: skip
+        kept = "budget", "length", "chunk", "decoding", "measured"
+        found[name] = [{key: row[key] for key in kept} for row in rows]
     results.keep("prefixes", found)
 
 
@@ -409,12 +409,12 @@ def _fills(of: Mapping[str, Any]) -> str:
 def _prefixes(of: Mapping[str, Any]) -> str:
     lines = [
         [f"{where}, {row['budget']}", *(f"{1e3 * row['measured'][name]:.1f}" for name in (*CASES, *DECODING)),
-         ", ".join(row["wrong"]) or "nothing"]
+         ", ".join(wrong(row)) or "nothing"]
         for where, rows in of.items() for row in rows
     ]  # fmt: skip
     heads = ["experts, budget", *(f"{name}, ms" for name in (*CASES, *DECODING)), "slower than it should be"]
     (some, *_) = [row for rows in of.values() for row in rows]
-    return f"Prompts of {some['length']} tokens in {some['chunks']} chunks:\n\n{markdown(heads, lines)}"
+    return f"Prompts of {some['length']} tokens in chunks of {some['chunk']}:\n\n{markdown(heads, lines)}"
 
 
 def main() -> None:

@@ -124,5 +124,20 @@ def test_arguments_of_another_kind_pass(folder):
     parsed = Arguments.parse(["--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2"])
     assert parsed.passed == ("--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2")
     assert parsed.asked({}).ranks.dp == 2
+    assert parsed.asked({}).prefix_caching is False
+    both = Arguments.parse(["--no-enable-prefix-caching", "--enable-prefix-caching"])
+    assert both.asked({}).prefix_caching is True, "the last one counts"
+    assert Arguments.parse([]).asked({}).prefix_caching is None
+
+
+def test_a_chosen_flag_has_no_value(folder, machine):
+    options = {"policy": "exact", "high": 4, "trace": "traces"}
+    result = command("serve", folder, "--machine", machine, "--additional-config", json.dumps({"dymoe": options}))
+    words, _ = pasted(result.stdout)
+    place = words.index("--no-enable-prefix-caching")
+    assert words[place + 1].startswith("--")
+
+
+def test_another_quantization_is_refused():
     with pytest.raises(ConfigError, match="quantization"):
         Arguments.parse(["-q", "fp8"])

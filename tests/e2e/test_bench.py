@@ -89,7 +89,7 @@ def test_prompts_are_measured_cold_cached_and_beside_requests_that_decode(tmp_pa
     assert result.exit_code == 0, result.output
     (row,) = read_rows(tmp_path / "rows.jsonl")
     measured = row["measured"]
-    assert row["chunks"] == 1
+    assert row["length"] <= row["chunk"]
     reused = row["reused"]  # tokens; times on a busy machine may be in any order
     assert reused["cold"] == 0 < reused["new tail"] <= reused["cached"]
     assert min(measured.values()) > 0

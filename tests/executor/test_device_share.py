@@ -57,6 +57,8 @@ def test_what_cannot_work_is_refused_with_the_length_that_would():
         share(free)
     sentence = str(caught.value)
     assert "one request of 40960 tokens takes 3.8 GiB in the KV cache" in sentence
+    with pytest.raises(ConfigError, match=r"2 requests of 40960 tokens take 7\.5 GiB"):
+        share(free, kv_cache=2 * KV_CACHE, requests=2)
     length = int(re.search(r"--max-model-len to at most (\d+)", sentence)[1])
     assert 0 < length < LENGTH
     assert share(free, kv_cache=KV_CACHE * length // LENGTH, max_model_len=length) >= LEAST

@@ -14,7 +14,7 @@ from vllm_dymoe.plan import machine as plan_machine
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
 from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, random_weight_bytes, read_machine
-from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.model import attention_of, shape_of
 from vllm_dymoe.plan.start import Asked, Model, choose, read_model
 from vllm_dymoe.resolve import resolve_options
 
@@ -58,9 +58,74 @@ def test_a_gpu_gets_a_policy_a_context_and_a_chunk(on_desktop):
     assert 4096 <= length <= QWEN.shape.longest
     assert "expert_budget" not in on_desktop.options, "what is left is known at start only"
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_desktop.environment
-    lines = [subject for subject, *_ in on_desktop.reasons if subject != "note"]
-    assert len(lines) == 8, "ten lines with the machine and the expected speed"
     assert {subject for subject, *_ in on_desktop.reasons} >= {"policy", "precision", "misses", "KV cache", "context"}
+
+
+def test_all_is_said_in_ten_lines(on_desktop, on_cpu, everything_fits):
+    """The machine and the expected speed are the other two."""
+    for start in (on_desktop, on_cpu, everything_fits):
+        assert len(start.reasons) <= 8
+        assert len({subject for subject, *_ in start.reasons}) == len(start.reasons)
+    ((_, _, said),) = [row for row in everything_fits.reasons if row[0] == "expert budget"]
+    assert "compare with plain vLLM" in said
+
+
+@pytest.fixture(scope="module")
+def everything_fits():
+    large = RTX4090.model_copy(update={"memory": 96 * GIB})
+    return choose(DESKTOP.model_copy(update={"gpus": (large,)}), QWEN, Asked({"high": 4, "policy": "exact"}))
+
+
+def test_what_the_start_measures_is_only_predicted():
+    """A way to serve misses that was written into the command would be final."""
+    small = DESKTOP.model_copy(update={"gpus": (RTX4090.model_copy(update={"memory": 12 * GIB}),)})
+    options = {"policy": "exact", "high": 4, "dense": 16}
+    shared = choose(small, QWEN, Asked(options, max_model_len=8192))
+    ((_, chosen, said),) = [row for row in shared.reasons if row[0] == "misses"]
+    assert (chosen, said.partition(",")[0]) == ("auto", "shared by link and CPU")
+    assert "misses" not in shared.options
+    assert choose(small, QWEN, Asked({**options, "misses": "share"}, max_model_len=8192)).options["misses"] == "share"
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "attention", "said", "flag"),
+    [
+        ("gpu", {}, "full", "on", False),
+        ("gpu", {"options": {"policy": "dymoe", "high": 4, "low": 2}}, "full", "on", False),
+        ("gpu", {"options": {"trace": "traces"}}, "full", "off", True),
+        ("gpu", {"options": {"trace": "traces"}, "prefix_caching": True}, "full", "on", False),
+        ("gpu", {"prefix_caching": False}, "full", "off", False),
+        ("gpu", {}, "recurrent", "auto", False),
+        ("gpu", {}, "latent", "on", False),
+        ("cpu", {}, "latent", "auto", False),
+    ],
+)
+def test_prefix_caching_is_chosen_unless_it_was_set(machine, asked, attention, said, flag):
+    """The flag is in the command only if the choice differs from vLLM's default."""
+    options = {"policy": "exact", "high": 4, "dense": 16, "misses": "auto", **asked.get("options", {})}
+    asked = Asked(**asked | {"options": options}, max_model_len=4096, kv_cache_dtype="auto")
+    start = choose({"gpu": DESKTOP, "cpu": CPU}[machine], replace(QWEN, attention=attention), asked)
+    ((_, chosen, reason),) = [row for row in start.reasons if row[0] == "KV cache"]
+    assert chosen == f"auto, prefix caching {said}"
+    assert ("set by you" in reason) == (asked.prefix_caching is not None)
+    assert ("no-enable-prefix-caching" in start.arguments) == flag
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (QWEN3_30B, "full"),
+        ({"kv_lora_rank": 512}, "latent"),
+        ({"linear_num_value_heads": 32}, "recurrent"),  # Qwen3-Next
+        ({"mamba_d_state": 16}, "recurrent"),  # Jamba
+        ({"conv_L_cache": 3}, "recurrent"),  # LFM2
+        ({"attn_type_list": [0, 1]}, "recurrent"),  # MiniMax-Text-01
+        ({"attn_type_list": [1, 1]}, "full"),  # MiniMax-M2
+        ({"linear_attn_config": None}, "full"),
+    ],
+)
+def test_what_a_model_keeps_of_earlier_tokens(config, attention):
+    assert attention_of(config) == attention
 
 
 def test_the_table_falls_with_context_and_requests(on_desktop):
@@ -99,7 +164,10 @@ def test_several_requests_keep_their_kv_cache_beside_the_experts():
     assert "expert_budget" not in one.options
     reserved = 4 * 32768 * QWEN.shape.kv_bytes
     kept = reserved // (2 if four.arguments.get("kv-cache-dtype") == "fp8" else 1)
-    assert four.options["expert_budget"] <= 0.9 * 24 * GIB - QWEN.shape.memory_of_dense(8) - kept
+    assert four.options["expert_budget"] == "auto for 4 requests", "which the profile run can correct"
+    ((_, _, said),) = [row for row in four.reasons if row[0] == "expert budget"]
+    planned = float(said.partition(" GiB")[0]) * GIB
+    assert planned <= 0.9 * 24 * GIB - QWEN.shape.memory_of_dense(8) - kept + 0.05 * GIB
 
 
 def test_nothing_that_fits_is_a_sentence():

@@ -89,6 +89,13 @@ def test_vllm_starts_with_what_the_budget_leaves(config, monkeypatch, gigabytes)
     assert budget > 5 * GIB
 
 
+def test_several_requests_have_their_kv_cache(config, monkeypatch):
+    free = card(monkeypatch, 24)
+    budget = automatic_budget(config, CUDA, EXPERTS, LEAST, requests=3)
+    assert budget == free - step_shape(config, EXPERTS).nbytes - 3 * kv_cache_bytes(config)
+    assert budget < automatic_budget(config, CUDA, EXPERTS, LEAST)
+
+
 def test_the_cache_is_as_large_as_vllm_says_and_no_larger(config):
     needed = kv_cache_bytes(config)
     one_block = LAYERS * full().page_size_bytes
@@ -190,6 +197,7 @@ def test_on_a_cpu_host_memory_is_the_budget(options, budget):
     [
         (GIB, "auto", False, GIB),  # enough
         (GIB // 4, "auto", False, GIB // 2),
+        (GIB // 4, "auto for 3 requests", False, 3 * GIB // 2),
         (GIB // 4, "8GiB", False, GIB // 4),  # set by the user
         (GIB // 4, "auto", True, GIB // 4),
         (-8 * GIB, "auto", False, -8 * GIB),  # more than the experts hold

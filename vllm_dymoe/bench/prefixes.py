@@ -4,6 +4,7 @@ They have cold prompts, cached prefixes and decoding requests side by side.
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,15 @@ def measure_prefixes(
     folder.mkdir(parents=True, exist_ok=True)
     path, cases = folder / ROWS, []
     for budget in budgets:
-        about = {"model": model, "budget": budget, "options": dict(options), "engine": dict(engine), "length": length}
+        about = {"model": model, "budget": budget, "options": dict(options), "engine": dict(engine), "length": length,
+                 "decoding": _REQUESTS}  # fmt: skip
         cases.append({**about, "key": digest(["prefixes", prompts.digest, about])})
     known = {row["key"] for row in read_rows(path)}
     if missing := [{**case, "batch": _REQUESTS + 1} for case in cases if case["key"] not in known]:
         job = {
             "label": "prefixes", "model": model, "options": dict(options), "random_length": None,
             "engine": {"enable_prefix_caching": True, **engine}, "texts": [prompt.text for prompt in prompts.prompts],
-            "length": length, "decoding": _REQUESTS, "rounds": _ROUNDS, "out": str(path.resolve()), "cases": missing,
+            "length": length, "rounds": _ROUNDS, "out": str(path.resolve()), "cases": missing,
         }  # fmt: skip
         run_job(job, folder, PROGRAM)
     rows = {row["key"]: row for row in read_rows(path)}
@@ -54,7 +56,7 @@ def measure_prefixes(
 def cells(row: Row) -> dict[str, str]:
     """Return a row as text.
 
-    It has milliseconds, and names what is slower than it should be.
+    It has milliseconds, and names the columns that are slower than they should be.
     """
     measured = row["measured"]
     found = {"budget": row["budget"], "tokens": str(row["length"])}
@@ -62,12 +64,24 @@ def cells(row: Row) -> dict[str, str]:
     return found | {"slower than it should be": ", ".join(wrong(row)) or "nothing"}
 
 
-def wrong(row: Row) -> list[str]:
-    """Return the cases that are slower than they should be.
+def bounds(row: Row) -> dict[str, float]:
+    """Return the most seconds that each case should take, by its column.
 
-    They are those slower than a cold prompt, and "decoding" if it waits for more than one chunk.
+    A cached prefix must not cost time: a cold prompt bounds it. A prompt beside others that decode shares its steps
+    with them, and they take a few of its tokens' places, so it may take as long as a cold prompt and a decode step for
+    each chunk, and for the step that is under way when it comes. Those that decode wait for one chunk in addition to
+    their own step. A chunk takes a share of the cold prompt; half as much again is allowed, because chunks differ.
     """
-    measured, chunk = row["measured"], row["measured"]["cold"] / row["chunks"]
-    found = [name for name in ("cached", "new tail") if measured[name] > measured["cold"]]
-    waits = measured["longest beside a prompt"] > measured["a decode step"] + 1.5 * chunk
-    return found + ["decoding"] * waits
+    measured, length, chunk = row["measured"], row["length"], row["chunk"]
+    cold, step = measured["cold"], measured["a decode step"]
+    return {
+        "cached": cold,
+        "new tail": cold,
+        "beside decoding": cold + step * (1 + ceil(length / max(1, chunk - row["decoding"]))),
+        "longest beside a prompt": step + 1.5 * cold / ceil(length / chunk),
+    }
+
+
+def wrong(row: Row) -> list[str]:
+    """Return the columns whose case is slower than it should be, see :func:`bounds`."""
+    return [name for name, most in bounds(row).items() if row["measured"][name] > most]

@@ -66,6 +66,7 @@ class Arguments:
                 additional = _merged(additional, _nested(name.split(".")[1:], value))
             else:
                 passed += written
+                values.pop(name, None)  # the last one counts, and comes last
                 values[name] = value or "true"
         if (other := values.get("quantization", "dymoe")) != "dymoe":
             raise ConfigError(f"--quantization {other} is not served by this command; use `vllm serve` for it.")
@@ -84,6 +85,11 @@ class Arguments:
         except ValueError:
             raise ConfigError(f"--{name} {text} is no number.") from None
 
+    def flag(self, name: str) -> bool | None:
+        """Return whether a flag was given, or with "no-" its opposite; None if neither was."""
+        given = [word for word in self.values if word in (name, f"no-{name}")]
+        return given[-1] == name if given else None
+
     def asked(self, environment: Mapping[str, str]) -> Asked:
         """Return what the arguments decide; everything else is open."""
         utilization, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
@@ -95,6 +101,7 @@ class Arguments:
             max_num_seqs=self.number("max-num-seqs"),
             max_num_batched_tokens=self.number("max-num-batched-tokens"),
             kv_cache_dtype=self.values.get("kv-cache-dtype"),
+            prefix_caching=self.flag("enable-prefix-caching"),
             gpu_memory_utilization=None if utilization is None else float(utilization),
             kv_cache_space=bytes_ / 2**30 if bytes_ else float(space) if space else None,
             ranks=Ranks(tp, dp, pp, self.values.get("enable-expert-parallel", "false") != "false"),
@@ -133,7 +140,7 @@ def command_of(model: str, arguments: Arguments, start: Start) -> list[str]:
 
     It has the user's own arguments, and after them what was chosen.
     """
-    chosen = [word for name, value in start.arguments.items() for word in (f"--{name}", value)]
+    chosen = [word for name, value in start.arguments.items() for word in (f"--{name}", value) if word]
     quantization = [] if "quantization" in arguments.values else ["--quantization", "dymoe"]
     additional = {**arguments.additional, "dymoe": start.options}
     return ["vllm", "serve", model, *arguments.passed, *quantization, *chosen, f"--{_OURS}", json.dumps(additional)]

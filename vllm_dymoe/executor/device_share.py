@@ -1,7 +1,8 @@
 """How much device memory an automatic expert budget takes.
 
 vLLM sizes its KV cache from what is left, and refuses to start if the longest request does not fit. So the KV cache of
-one such request comes first, then the activations of a step, which are estimated here, then experts.
+one such request, or of as many as the budget says, comes first, then the activations of a step, which are estimated
+here, then experts.
 """
 
 from dataclasses import dataclass
@@ -50,19 +51,21 @@ class StepShape:
 
 
 def automatic_share(
-    free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True
-) -> int:
+    free: int, kv_cache: int, activations: int, least: int, max_model_len: int, *, fixed: bool = True,
+    requests: int = 1,
+) -> int:  # fmt: skip
     """Return the bytes for experts.
 
     Args:
         free: bytes that vLLM may use of the device after the dense weights are loaded.
-        kv_cache: bytes for one such request, or what the user reserved.
+        kv_cache: bytes for the requests, or what the user reserved.
         activations: bytes that a step needs.
         least: the smallest feasible budget.
         fixed: whether ``max_model_len`` is required; otherwise vLLM shortens it to what fits.
+        requests: number of requests of ``max_model_len`` tokens.
 
     Raises:
-        ConfigError: no room is left for one request of ``max_model_len`` tokens.
+        ConfigError: no room is left for the requests.
     """
     spare = free - activations
     if not fixed:
@@ -71,10 +74,11 @@ def automatic_share(
         return max(least, min(int(spare * _MOST_FOR_EXPERTS), spare - kv_cache))
     fits = max(0, spare - least) * max_model_len // max(1, kv_cache)
     shorter = f"set --max-model-len to at most {fits}, or " if 0 < fits < max_model_len else ""
+    so_many, takes = ("one request", "takes") if requests == 1 else (f"{requests} requests", "take")
     raise ConfigError(
-        f"vllm-dymoe: of {size(max(0, free))} of device memory left after the dense weights, one request of "
-        f"{max_model_len} tokens takes {size(kv_cache)} in the KV cache, activations about {size(activations)} and the "
-        f"fewest experts {size(least)}; {shorter}raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
+        f"vllm-dymoe: of {size(max(0, free))} of device memory left after the dense weights, {so_many} of "
+        f"{max_model_len} tokens {takes} {size(kv_cache)} in the KV cache, activations about {size(activations)} and "
+        f"the fewest experts {size(least)}; {shorter}raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
         "--max-num-seqs, or set expert_budget yourself.",
         option="expert_budget",
         least=least,

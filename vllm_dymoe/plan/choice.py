@@ -187,7 +187,7 @@ def room_for_experts(
     )  # fmt: skip
     length = min(serving.max_model_len, shape.longest)
     kv_cache = int(shape.kv_bytes * kv_share * length * requests)
-    return automatic_share(free, kv_cache, step.nbytes, least, length)
+    return automatic_share(free, kv_cache, step.nbytes, least, length, requests=requests)
 
 
 def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:

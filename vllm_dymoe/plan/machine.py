@@ -190,7 +190,7 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
         ConfigError: the rates cannot be measured.
     """
     make_folders(Path(probe.folder))
-    found = None if retune else kept_beside(kept, probe.key, Machine)
+    found = None if retune else kept_machine(probe, kept)
     if found is None:
         command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
         # Threads that spin while they wait are faster, but a hundred times as slow on a busy machine.
@@ -198,6 +198,11 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
         make_folders(kept.parent)
         keep_beside(kept, probe.key, found)
     return found.model_copy(update={"host_memory": available_host_memory()})
+
+
+def kept_machine(probe: Probe, kept: Path) -> Machine | None:
+    """Return this machine as an earlier start measured it; None if none did."""
+    return kept_beside(kept, probe.key, Machine)
 
 
 def _measured(command: Sequence[str], policy: str) -> Machine:

@@ -1,10 +1,10 @@
 """A model's sizes, from config.json alone."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from vllm_dymoe.quantize.model_config import (
 
 ITEM = 2  # bytes of a weight outside of experts
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # upper bounds of sizes in config.json
+_RECURRENT = "mamba_", "ssm_", "linear_", "attn_layer_period", "hybrid_override_pattern", "conv_l_"
+Attention = Literal["full", "latent", "recurrent"]
+"""What a model keeps of earlier tokens: keys and values, MLA's compressed ones, or in some layers a state."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,18 @@ def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, 
         reduced = heads * head * out + size("o_groups") * out * hidden
         return low * (hidden + heads * head) + hidden * kv_heads * head + reduced, width, kv_heads * head
     return 2 * hidden * head * (heads + kv_heads), width, 2 * kv_heads * head
+
+
+def attention_of(config: Mapping[str, Any]) -> Attention:
+    """Return what a model keeps of earlier tokens.
+
+    Layers with a state, as Mamba's and linear attention's, are known by their parameters.
+    """
+    kinds = config.get("attn_type_list")
+    some_linear = isinstance(kinds, list) and 0 in kinds  # MiniMax-M2 has a list of ones
+    if some_linear or any(value and name.lower().startswith(_RECURRENT) for name, value in config.items()):
+        return "recurrent"
+    return "latent" if config.get("kv_lora_rank") else "full"
 
 
 def is_moe(config: dict[str, Any], layer: int) -> bool:

@@ -3,14 +3,15 @@
 The choice is a pure function of both, and of what the user's arguments leave open. Every combination of what is open
 is a candidate: policy and precision, 8-bit dense layers, the type of the KV cache, and whether the CPU computes
 misses. All are planned with the KV cache and the experts that fit at the same time. The fastest whose answers are good
-enough wins; of those within a twentieth, the one that changes least.
+enough wins; of those within a twentieth, the one that changes least. What the server itself measures at its start, how
+misses are served and what budget fits, is predicted here and left to it.
 """
 
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget, workspace_bytes
 from vllm_dymoe.experts.format import ModelExperts
@@ -18,11 +19,11 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import CHECKPOINT_OPTIONS, ConfigError, ExpertBudget, Options
 from vllm_dymoe.plan.choice import CANDIDATES, GOOD_ENOUGH, Choice, ServeSettings, chunk_of, predict, room_for_experts
 from vllm_dymoe.plan.machine import Machine
-from vllm_dymoe.plan.model import ModelShape, config_folder, read_shape
+from vllm_dymoe.plan.model import Attention, ModelShape, attention_of, config_folder, read_shape
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.routings import Routings, made_up
 from vllm_dymoe.policies import make_policy
-from vllm_dymoe.quantize.model_config import ModelConfig, read_config
+from vllm_dymoe.quantize.model_config import ModelConfig, nested_configs, read_config
 from vllm_dymoe.quantize.readers import make_reader
 from vllm_dymoe.quantize.readers.base import kept_format
 from vllm_dymoe.resolve import resolve_options
@@ -47,6 +48,7 @@ class Model:
     shape: ModelShape
     fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the checkpoint decides
     quantized: bool = False  # its dense layers may be
+    attention: Attention = "full"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Asked:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_dtype: str | None = None
+    prefix_caching: bool | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_space: float | None = None  # GiB of a CPU's KV cache
     ranks: Ranks = field(default_factory=Ranks)
@@ -68,7 +71,7 @@ class Start:
     """What was chosen, and why."""
 
     options: Mapping[str, Any]  # of the plugin, as a user writes them
-    arguments: Mapping[str, str]  # of ``vllm serve``, by name, that the user left open
+    arguments: Mapping[str, str]  # of ``vllm serve``, by name, that the user left open; "" for a flag
     environment: Mapping[str, str]
     reasons: Sequence[tuple[str, str, str]]  # subject, what was chosen, why
     tokens_per_second: float  # of all concurrent requests together
@@ -85,18 +88,19 @@ def read_model(name: str) -> Model:
         ConfigError, CheckpointError: the model cannot be served.
     """
     folder, shape = config_folder(name), read_shape(name)
-    said = read_config(folder).get("quantization_config") or {}
+    config = read_config(folder)
+    said, attention = config.get("quantization_config") or {}, attention_of(nested_configs(config)[-1])
     if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
         fixed = {option: said[key] for key, option in CHECKPOINT_OPTIONS.items() if key in said}
-        return Model(name, shape, fixed, quantized=said.get("dense") is not None)
+        return Model(name, shape, fixed, quantized=said.get("dense") is not None, attention=attention)
     if (quantization := ModelConfig(folder).quantization) is None:
-        return Model(name, shape)
+        return Model(name, shape, attention=attention)
     usual = make_reader(quantization, None).usual
     bits = usual[0].bits
     if usual[0].held:
         like = shape.packed((bits,)).formats[bits]
         shape = replace(shape, kept=kept_format(usual, like, shape.intermediate, 1))
-    return Model(name, shape, {"high": bits, "low": 0}, quantized=True)
+    return Model(name, shape, {"high": bits, "low": 0}, quantized=True, attention=attention)
 
 
 @dataclass(frozen=True)
@@ -199,15 +203,16 @@ class Planner:
         reads = shape.kv_bytes * kv_share * min(cached, length) * requests
         policy, workspace = make_policy(options), workspace_bytes(experts, "cuda" if self.on_gpu else "cpu")
         least = minimum_budget(experts, options, policy, workspace)
+        whose = max(requests, options.expert_budget.requests)  # KV cache stays free
         spare, device, chunk = self.machine.spare_memory // self.asked.ranks.count, self.device, 0
         serving = replace(self._serving, max_model_len=length)
         if self.on_gpu:
-            room = self._room(serving, least, options, kv_share, requests)
+            room = self._room(serving, least, options, kv_share, whose)
             if self.asked.max_num_batched_tokens is None:
                 missing = max(0, experts.nbytes(options.high) - room)
                 chunk = max(serving.max_num_batched_tokens, chunk_of(missing, shape, device))
                 serving = replace(serving, max_num_batched_tokens=chunk)
-                room = self._room(serving, least, options, kv_share, requests)
+                room = self._room(serving, least, options, kv_share, whose)
             complete = spare >= experts.stored_nbytes
         else:
             room = spare - shape.memory_of_dense(options.dense) - self.kv_space(kv_cache)
@@ -352,11 +357,15 @@ def choose(machine: Machine, model: Model, asked: Asked) -> Start:
     options = {key: value for key, value in setup.given.items() if key not in model.fixed}
     options |= {key: value for key, value in _budget(planner, setup, planned).items() if key not in asked.options}
     options = {key: value for key, value in options.items() if key in asked.options or value != _default(key)}
+    if "misses" not in asked.options:
+        options.pop("misses", None)  # a GPU's server measures both ways at its start
     arguments = {"max-model-len": str(length)} if asked.max_model_len is None else {}
     if asked.kv_cache_dtype is None and setup.kv_cache_dtype != "auto":
         arguments["kv-cache-dtype"] = setup.kv_cache_dtype
     if planned.chunk > ServeSettings.max_num_batched_tokens:
         arguments["max-num-batched-tokens"] = str(planned.chunk)
+    if asked.prefix_caching is None and _prefix_caching(planner, setup)[0] == "off":
+        arguments["no-enable-prefix-caching"] = ""
     environment = {}
     if not planner.on_gpu and asked.kv_cache_space is None:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(planner.kv_space(planned.kv_cache) >> 30)
@@ -382,7 +391,27 @@ def _budget(planner: Planner, setup: _Setup, planned: Planned) -> dict[str, Any]
     if not planner.on_gpu:
         return {"expert_budget": "top-k", "host_store": "pinned"} if planned.complete else {}
     keeps = make_policy(setup.options).residency.keeps
-    return {"expert_budget": planned.choice.limit} if keeps and planner.requests > 1 else {}
+    return {"expert_budget": f"auto for {planner.requests} requests"} if keeps and planner.requests > 1 else {}
+
+
+def _prefix_caching(planner: Planner, setup: _Setup) -> tuple[Literal["on", "off", "auto"], str]:
+    """Return whether prefixes are cached, and why; "auto" leaves it to vLLM.
+
+    vLLM caches prefixes by default, if it can for a model. A cached prefix saves chunks that would fetch nearly every
+    expert, so it is left on even if the precision of experts follows traffic. Then a cached token keeps the precision
+    that it was computed at, as a token of an earlier chunk does.
+    """
+    if (asked := planner.asked.prefix_caching) is not None:
+        return "on" if asked else "off", "set by you"
+    if setup.options.trace is not None:
+        return "off", "cached tokens would be missing from the trace"
+    if planner.model.attention == "recurrent":
+        return "auto", "vLLM decides, as some layers are recurrent"
+    if planner.model.attention == "latent" and not planner.on_gpu:
+        return "auto", "vLLM decides, as few CPUs can for MLA"
+    if len(make_policy(setup.options).precision.precisions) > 1:
+        return "on", "cached tokens keep their precision"
+    return "on", "a cached prefix is not computed again"
 
 
 def _reasons(
@@ -405,13 +434,13 @@ def _reasons(
     if planner.on_gpu:
         share = min(1.0, choice.limit / everything)
         room = f"{size(choice.limit)} of {size(everything)} on the GPU, {choice.hit_rate:.0%} hits"
-        exact = f"{options.get('expert_budget', 'auto')}"
-        yield "expert budget", exact, why("expert_budget", f"{room}; the KV cache comes first")
+        exact, fits = f"{options.get('expert_budget', 'auto')}", share == 1.0 and stored == everything
+        budget = why("expert_budget", f"{room}; the KV cache comes first")
+        yield "expert budget", exact, f"{budget}; all fit: compare with plain vLLM" if fits else budget
         where = f"all in host memory ({size(stored)})" if planned.complete else f"part of {size(stored)} on the disk"
-        shared = {"share": "link and CPU share them by measured rates", "compute": "by the CPU"}
-        yield "misses", settled.misses, why("misses", f"{shared.get(settled.misses, 'over the link')}; {where}")
-        if share == 1.0 and stored == everything:
-            yield "note", "all fits", "every expert is on the GPU at this precision; compare with plain vLLM"
+        way = "shared by link and CPU" if settled.misses == "share" else "fetched"
+        way += ", unless the start measures otherwise" if planned.complete else ""
+        yield "misses", options.get("misses", "auto"), why("misses", f"{way}; {where}")
     else:
         where = "all in memory, computed in place" if planned.complete else "not all fit into memory: from the disk"
         yield "experts", size(stored), why("expert_budget", where)
@@ -419,9 +448,9 @@ def _reasons(
     yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
     many = f"{planner.requests} such contexts" if planner.requests > 1 else "one such context"
-    yield "KV cache", setup.kv_cache_dtype, f"{cache} at least, for {many}"
-    chunk = (
-        f"as long as the link takes, {size(max(0, everything - choice.limit))}" if planned.chunk else "vLLM's choice"
-    )
-    given = asked.max_num_batched_tokens
-    yield "tokens of a step", str(given or planned.chunk or "auto"), "set by you" if given else chunk
+    prefixes, reason = _prefix_caching(planner, setup)
+    yield "KV cache", f"{setup.kv_cache_dtype}, prefix caching {prefixes}", f"{cache} at least, for {many}; {reason}"
+    given, ours = asked.max_num_batched_tokens, planned.chunk > ServeSettings.max_num_batched_tokens
+    reason = f"computed while the link brings {size(max(0, everything - choice.limit))}" if ours else "vLLM's choice"
+    tokens = given or (planned.chunk if ours else "auto")
+    yield "tokens of a step", str(tokens), "set by you" if given else reason

@@ -26,12 +26,14 @@ from vllm_dymoe.vllm_plugin.model_files import ranks_of_machine
 _SHARE_OF_FREE_HOST_MEMORY = 0.5
 
 
-def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int) -> int:
+def automatic_budget(
+    vllm_config: VllmConfig, device: torch.device, experts: ModelExperts, least: int, requests: int = 1
+) -> int:
     """Return the bytes for this rank's experts, once the dense weights are loaded.
 
-    On CUDA this is what ``gpu_memory_utilization`` leaves after the KV cache of one request of ``max_model_len`` tokens
-    and the activations of a step; on a CPU half of what is available after the KV cache, divided equally among the
-    ranks. ConfigError if it is less than ``least``.
+    On CUDA this is what ``gpu_memory_utilization`` leaves after the KV cache of ``requests`` of ``max_model_len``
+    tokens and the activations of a step; on a CPU half of what is available after the KV cache, divided equally among
+    the ranks. ConfigError if it is less than ``least``.
     """
     if device.type == "cpu":
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * 2**30)
@@ -40,18 +42,18 @@ def automatic_budget(vllm_config: VllmConfig, device: torch.device, experts: Mod
     free, cache_config, model = CudaMemory(device).available(), vllm_config.cache_config, vllm_config.model_config
     kv_cache = cache_config.kv_cache_memory_bytes
     if kv_cache is None:
-        kv_cache = kv_cache_bytes(vllm_config)
+        kv_cache = requests * kv_cache_bytes(vllm_config)
         # vLLM takes its share of the whole device, so memory that others use there counts against it.
         free -= int((1 - cache_config.gpu_memory_utilization) * torch.cuda.mem_get_info(device)[1])
     activations = step_shape(vllm_config, experts).nbytes
     fixed = model.original_max_model_len != -1
-    return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed)
+    return automatic_share(free, kv_cache, activations, least, model.max_model_len, fixed=fixed, requests=requests)
 
 
 def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) -> int:
     """Return the bytes of vLLM's KV cache after its profile run.
 
-    If an automatic budget leaves less than one request of ``max_model_len`` tokens needs, the budget shrinks by the
+    If an automatic budget leaves less than its requests of ``max_model_len`` tokens need, the budget shrinks by the
     difference. A budget that the user set stays, and so do those of ranks that add up parts of the same experts.
 
     Args:
@@ -60,16 +62,17 @@ def leave_room(vllm_config: VllmConfig, server: ExpertServer, available: int) ->
     fixed = vllm_config.model_config.original_max_model_len != -1
     if not (server.options.expert_budget.is_auto and fixed) or server.ranks_add_up:
         return available
-    limit, needed = server.slot_plan.limit, kv_cache_bytes(vllm_config)
+    limit, requests = server.slot_plan.limit, server.options.expert_budget.requests
+    needed = requests * kv_cache_bytes(vllm_config)
     missing = needed - available
     policy, workspace = server.policy, server.slot_plan.workspace_bytes
     if missing <= 0 or limit - missing < minimum_budget(server.experts, server.options, policy, workspace):
         return available
     server.resize(limit - missing)
     logger.info(
-        "vllm-dymoe: one request of %d tokens needs %s more of KV cache than vLLM's profile run left; expert_budget is "
-        "%d bytes in place of %d",
-        vllm_config.model_config.max_model_len, size(missing), limit - missing, limit,
+        "vllm-dymoe: %d concurrent requests of %d tokens need %s more of KV cache than vLLM's profile run left; "
+        "expert_budget is %d bytes in place of %d",
+        requests, vllm_config.model_config.max_model_len, size(missing), limit - missing, limit,
     )  # fmt: skip
     return needed
 

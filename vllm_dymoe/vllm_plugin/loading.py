@@ -242,7 +242,7 @@ class Loading:
         policy = make_policy(options).of_stage(*self.around)
         least = minimum_budget(experts, options, policy, workspace_bytes(experts, device.type))
         try:
-            budget = automatic_budget(config, device, experts, least)
+            budget = automatic_budget(config, device, experts, least, options.expert_budget.requests)
         except ConfigError:
             if options.expert_budget.is_auto:
                 raise

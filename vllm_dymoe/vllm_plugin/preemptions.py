@@ -33,7 +33,7 @@ class Preemptions:
         self._told.add(plan.limit)
         least = minimum_budget(server.experts, server.options, server.policy, plan.workspace_bytes)
         running = max(1, len(scheduler_output.num_scheduled_tokens))
-        own = server.device.type != "cpu"
+        own = not server.options.plain_cpu(server.device.type)  # an emulated card is served as a card
         logger.warning("%s", proposal(running, preempted, nbytes, plan.limit, least, own_memory=own))
 
 

@@ -75,11 +75,10 @@ def run(job: Mapping[str, Any]) -> None:
     for case in job["cases"]:
         llm.collective_rpc("dymoe_resize", args=(case["budget"],))
         clock = _Clock(llm)
-        _rounds(clock, words, length, job["decoding"], 1)  # the cache fills up, and kernels are warm
-        measured = _rounds(clock, words, length, job["decoding"], job["rounds"])
+        _rounds(clock, words, length, case["decoding"], 1)  # the cache fills up, and kernels are warm
+        measured = _rounds(clock, words, length, case["decoding"], job["rounds"])
         reused = {name: clock.reused[name] for name in CASES}
-        row = {**case, "kind": "prefixes", "length": length, "chunks": -(-length // chunk), "measured": measured,
-               "reused": reused}  # fmt: skip
+        row = {**case, "kind": "prefixes", "length": length, "chunk": chunk, "measured": measured, "reused": reused}
         append_row(Path(job["out"]), row)
 
 

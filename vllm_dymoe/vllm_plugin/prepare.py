@@ -124,6 +124,7 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
         asked = Asked(
             told, max_model_len=model.max_model_len, max_num_batched_tokens=steps.max_num_batched_tokens,
             kv_cache_dtype=str(cached.cache_dtype), gpu_memory_utilization=cached.gpu_memory_utilization,
+            prefix_caching=cached.enable_prefix_caching,
             kv_cache_space=float(space) if space else None, ranks=Ranks(*sizes, ep=parallel.enable_expert_parallel),
         )  # fmt: skip
         _, start = choose_here(read_model(str(model.model)), asked)

@@ -43,6 +43,7 @@ def options_of(words):
 
 def test_a_described_machine_is_planned_and_nothing_is_started(folder, machine, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    monkeypatch.setenv("COLUMNS", "120")
     result = command("serve", folder, "--machine", machine, "--max-model-len", "8k", "-tp", "1", "--enforce-eager")
     assert result.exit_code == 0, result.output
     words, environment = pasted(result.stdout)
@@ -55,6 +56,8 @@ def test_a_described_machine_is_planned_and_nothing_is_started(folder, machine, 
     for subject in ("machine", "policy", "precision", "dense layers", "expert budget", "misses", "context", "KV cache",
                     "tokens of a step", "expected"):  # fmt: skip
         assert re.search(rf"^{subject} ", result.stdout, re.MULTILINE), subject
+    _title, _heads, *choices = result.stdout.partition("\nTokens/s of")[0].splitlines()
+    assert len(choices) == 10, "all of it in ten lines"
 
 
 def test_additional_config_is_one_whatever_way_it_was_written(folder, machine, monkeypatch):

@@ -11,8 +11,8 @@ from vllm_dymoe.vllm_plugin.announcements import logger
 pytestmark = pytest.mark.engine
 
 TOKEN = 8 * 2 * 2 * 64 * 2  # bytes in the KV cache: layers, keys and values, heads, their width, bfloat16
-BLOCK, BLOCKS = 32, 12  # tokens, and blocks; vLLM keeps one of them for itself
-PROMPT, ANSWER, REQUESTS = 16, 96, 4  # each request ends with four blocks, so all of them would need sixteen
+BLOCK, BLOCKS = 32, 8  # tokens, and blocks; vLLM keeps one of them for itself
+PROMPT, ANSWER, REQUESTS = 30, 12, 4  # each request ends with two blocks, so all of them would need eight
 
 
 def test_a_running_server_does_what_it_proposes(monkeypatch):
@@ -22,7 +22,7 @@ def test_a_running_server_does_what_it_proposes(monkeypatch):
     """
     said: list[str] = []
     monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
-    settings = {"max_model_len": 256, "block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_num_seqs": REQUESTS}
+    settings = {"max_model_len": 128, "block_size": BLOCK, "num_gpu_blocks_override": BLOCKS, "max_num_seqs": REQUESTS}
     options = {"expert_budget": "75%", "host_store": "pinned", "link_gbps": 100.0, "misses": "fetch"}
     asked = random_prompts([PROMPT] * REQUESTS)
     with engine(dymoe=options, **settings) as llm:

@@ -15,7 +15,7 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
 from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, random_weight_bytes, read_machine
 from vllm_dymoe.plan.model import attention_of, shape_of
-from vllm_dymoe.plan.start import Asked, Model, choose, read_model
+from vllm_dymoe.plan.start import Asked, Model, choose, prefix_caching, read_model
 from vllm_dymoe.resolve import resolve_options
 
 GIB = 2**30
@@ -82,33 +82,33 @@ def test_what_the_start_measures_is_only_predicted():
     options = {"policy": "exact", "high": 4, "dense": 16}
     shared = choose(small, QWEN, Asked(options, max_model_len=8192))
     ((_, chosen, said),) = [row for row in shared.reasons if row[0] == "misses"]
-    assert (chosen, said.partition(",")[0]) == ("auto", "shared by link and CPU")
+    assert (chosen, said.partition(",")[0]) == ("auto", "probably shared with the CPU")
     assert "misses" not in shared.options
-    assert choose(small, QWEN, Asked({**options, "misses": "share"}, max_model_len=8192)).options["misses"] == "share"
 
 
 @pytest.mark.parametrize(
-    ("machine", "asked", "attention", "said", "flag"),
+    ("asked", "options", "attention", "on_gpu", "chosen"),
     [
-        ("gpu", {}, "full", "on", False),
-        ("gpu", {"options": {"policy": "dymoe", "high": 4, "low": 2}}, "full", "on", False),
-        ("gpu", {"options": {"trace": "traces"}}, "full", "off", True),
-        ("gpu", {"options": {"trace": "traces"}, "prefix_caching": True}, "full", "on", False),
-        ("gpu", {"prefix_caching": False}, "full", "off", False),
-        ("gpu", {}, "recurrent", "auto", False),
-        ("gpu", {}, "latent", "on", False),
-        ("cpu", {}, "latent", "auto", False),
+        (None, {}, "full", True, "on"),
+        (None, {"policy": "dymoe"}, "full", True, "on"),
+        (None, {"trace": "traces"}, "full", True, "off"),
+        (True, {"trace": "traces"}, "full", True, "on"),
+        (False, {}, "full", True, "off"),
+        (None, {}, "recurrent", True, "auto"),
+        (None, {}, "latent", True, "on"),
+        (None, {}, "latent", False, "auto"),
     ],
 )
-def test_prefix_caching_is_chosen_unless_it_was_set(machine, asked, attention, said, flag):
-    """The flag is in the command only if the choice differs from vLLM's default."""
-    options = {"policy": "exact", "high": 4, "dense": 16, "misses": "auto", **asked.get("options", {})}
-    asked = Asked(**asked | {"options": options}, max_model_len=4096, kv_cache_dtype="auto")
-    start = choose({"gpu": DESKTOP, "cpu": CPU}[machine], replace(QWEN, attention=attention), asked)
-    ((_, chosen, reason),) = [row for row in start.reasons if row[0] == "KV cache"]
-    assert chosen == f"auto, prefix caching {said}"
-    assert ("set by you" in reason) == (asked.prefix_caching is not None)
-    assert ("no-enable-prefix-caching" in start.arguments) == flag
+def test_prefix_caching_is_chosen_unless_it_was_set(asked, options, attention, on_gpu, chosen):
+    found, reason = prefix_caching(asked, resolve_options(options, environment={}), attention, on_gpu=on_gpu)
+    assert found == chosen
+    assert (reason == "set by you") == (asked is not None)
+
+
+def test_a_cached_token_keeps_its_precision_where_that_varies():
+    for options in ({}, *({"policy": policy, "low": 2} for policy in ("dymoe", "dynaexq", "adaptive"))):
+        _, reason = prefix_caching(None, resolve_options(options, environment={}), "full", on_gpu=True)
+        assert ("precision" in reason) == ("low" in options)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_table_falls_with_context_and_requests(on_desktop):
 
 
 ASKED = {
-    "policy": ["exact", "dymoe", "dynaexq"], "high": [16, 8, 4], "dense": [16, 8], "misses": ["fetch", "auto"],
+    "policy": ["exact", "dymoe", "dynaexq"], "high": [16, 8, 4], "dense": [16, 8], "misses": ["fetch", "share", "auto"],
     "expert_budget": ["25%", "auto"], "host_store": ["file", "auto"],
 }  # fmt: skip
 

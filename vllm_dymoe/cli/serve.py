@@ -166,13 +166,13 @@ def show(model: str, machine: Machine, start: Start, command: Sequence[str]) -> 
 def describe(machine: Machine) -> tuple[str, str]:
     """Return the description of a machine in two cells."""
     gpus = machine.gpus
-    link = f"link {gpus[0].link / 1e9:.1f} GB/s, " if gpus else ""
-    disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f} GB/s"
+    link = f"link {gpus[0].link / 1e9:.1f}, " if gpus else ""
+    disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f}"
     nodes = f" on {machine.numa_nodes} nodes" if machine.numa_nodes > 1 else ""
     what = f"{len(gpus)} x {gpus[0].name}" if gpus else f"{machine.cores} cores{nodes}"
     return what, (
-        f"{link}{size(machine.host_memory)} of memory at {machine.memory_rate / 1e9:.0f} GB/s, "
-        f"experts at {machine.experts[0].read / 1e9:.1f} GB/s ({machine.kernel}){disk}"
+        f"GB/s: {link}memory {machine.memory_rate / 1e9:.0f} ({size(machine.host_memory)}), "
+        f"experts {machine.experts[0].read / 1e9:.1f} ({machine.kernel.rpartition(', ')[2]}){disk}"
     )
 
 

@@ -364,7 +364,8 @@ def choose(machine: Machine, model: Model, asked: Asked) -> Start:
         arguments["kv-cache-dtype"] = setup.kv_cache_dtype
     if planned.chunk > ServeSettings.max_num_batched_tokens:
         arguments["max-num-batched-tokens"] = str(planned.chunk)
-    if asked.prefix_caching is None and _prefix_caching(planner, setup)[0] == "off":
+    prefixes = prefix_caching(asked.prefix_caching, setup.options, model.attention, on_gpu=planner.on_gpu)
+    if asked.prefix_caching is None and prefixes[0] == "off":
         arguments["no-enable-prefix-caching"] = ""
     environment = {}
     if not planner.on_gpu and asked.kv_cache_space is None:
@@ -374,7 +375,7 @@ def choose(machine: Machine, model: Model, asked: Asked) -> Start:
         for tokens in planner.lengths
         for row in [[planner.tried(setup, tokens, requests, tokens) for requests in REQUESTS]]
     ]
-    reasons = list(_reasons(planner, setup, length, planned, options))
+    reasons = list(_reasons(planner, setup, length, planned, options, prefixes))
     speed = planner.requests / whole.tpot
     return Start(options, arguments, environment, reasons, speed, whole.tpot, whole.ttft, table)
 
@@ -394,28 +395,38 @@ def _budget(planner: Planner, setup: _Setup, planned: Planned) -> dict[str, Any]
     return {"expert_budget": f"auto for {planner.requests} requests"} if keeps and planner.requests > 1 else {}
 
 
-def _prefix_caching(planner: Planner, setup: _Setup) -> tuple[Literal["on", "off", "auto"], str]:
+def prefix_caching(
+    asked: bool | None, options: Options, attention: Attention, *, on_gpu: bool
+) -> tuple[Literal["on", "off", "auto"], str]:
     """Return whether prefixes are cached, and why; "auto" leaves it to vLLM.
 
     vLLM caches prefixes by default, if it can for a model. A cached prefix saves chunks that would fetch nearly every
     expert, so it is left on even if the precision of experts follows traffic. Then a cached token keeps the precision
     that it was computed at, as a token of an earlier chunk does.
+
+    Args:
+        asked: what the user set.
     """
-    if (asked := planner.asked.prefix_caching) is not None:
+    if asked is not None:
         return "on" if asked else "off", "set by you"
-    if setup.options.trace is not None:
+    if options.trace is not None:
         return "off", "cached tokens would be missing from the trace"
-    if planner.model.attention == "recurrent":
+    if attention == "recurrent":
         return "auto", "vLLM decides, as some layers are recurrent"
-    if planner.model.attention == "latent" and not planner.on_gpu:
+    if attention == "latent" and not on_gpu:
         return "auto", "vLLM decides, as few CPUs can for MLA"
-    if len(make_policy(setup.options).precision.precisions) > 1:
+    if len(make_policy(options).precision.precisions) > 1:
         return "on", "cached tokens keep their precision"
-    return "on", "a cached prefix is not computed again"
+    return "on", "prefixes are computed once"
 
 
 def _reasons(
-    planner: Planner, setup: _Setup, length: int, planned: Planned, options: Mapping[str, Any]
+    planner: Planner,
+    setup: _Setup,
+    length: int,
+    planned: Planned,
+    options: Mapping[str, Any],
+    prefixes: tuple[str, str],
 ) -> Iterator[tuple[str, str, str]]:
     choice, asked, model, settled = planned.choice, planner.asked, planner.model, setup.options
     stored, everything = setup.experts.stored_nbytes, setup.experts.nbytes(settled.high)
@@ -433,13 +444,14 @@ def _reasons(
     yield "dense layers", *(kept if model.quantized else (f"{settled.dense} bits", why("dense", dense)))
     if planner.on_gpu:
         share = min(1.0, choice.limit / everything)
-        room = f"{size(choice.limit)} of {size(everything)} on the GPU, {choice.hit_rate:.0%} hits"
-        exact, fits = f"{options.get('expert_budget', 'auto')}", share == 1.0 and stored == everything
-        budget = why("expert_budget", f"{room}; the KV cache comes first")
-        yield "expert budget", exact, f"{budget}; all fit: compare with plain vLLM" if fits else budget
-        where = f"all in host memory ({size(stored)})" if planned.complete else f"part of {size(stored)} on the disk"
-        way = "shared by link and CPU" if settled.misses == "share" else "fetched"
-        way += ", unless the start measures otherwise" if planned.complete else ""
+        room, note = f"{size(choice.limit)} of {size(everything)} on the GPU, {choice.hit_rate:.0%} hits", ""
+        room, exact = f"{room}; the KV cache comes first", str(options.get("expert_budget", "auto"))
+        if share == 1.0 and stored == everything:
+            room, note = f"{size(everything)} on the GPU", "; all fit, so compare with plain vLLM"
+        yield "expert budget", exact, why("expert_budget", room) + note
+        where = f"{size(stored)} in host memory" if planned.complete else f"part of {size(stored)} on the disk"
+        way = "shared with the CPU" if settled.misses == "share" else "fetched"
+        way = f"probably {way}, measured at start" if planned.complete else way
         yield "misses", options.get("misses", "auto"), why("misses", f"{way}; {where}")
     else:
         where = "all in memory, computed in place" if planned.complete else "not all fit into memory: from the disk"
@@ -448,8 +460,8 @@ def _reasons(
     yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
     many = f"{planner.requests} such contexts" if planner.requests > 1 else "one such context"
-    prefixes, reason = _prefix_caching(planner, setup)
-    yield "KV cache", f"{setup.kv_cache_dtype}, prefix caching {prefixes}", f"{cache} at least, for {many}; {reason}"
+    cached, why_cached = prefixes
+    yield "KV cache", f"{setup.kv_cache_dtype}, prefix caching {cached}", f"{cache} for {many} at least; {why_cached}"
     given, ours = asked.max_num_batched_tokens, planned.chunk > ServeSettings.max_num_batched_tokens
     reason = f"computed while the link brings {size(max(0, everything - choice.limit))}" if ours else "vLLM's choice"
     tokens = given or (planned.chunk if ours else "auto")

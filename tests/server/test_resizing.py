@@ -47,6 +47,14 @@ def test_what_a_smaller_budget_leaves_is_the_policies_again():
     assert not view.any()
 
 
+def test_an_automatic_budget_is_that_of_the_start():
+    server = make_server(MemoryStore(make_experts()), "50%")
+    before = server.slot_plan
+    with pytest.raises(ConfigError, match="sized its KV cache"):
+        server.resize("auto for 4 requests")
+    assert server.slot_plan == before
+
+
 def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):
     """As after reads of files: torch does not resize a storage shared with NumPy."""
     experts = make_experts()

@@ -264,9 +264,17 @@ class ExpertServer:
         The cache starts empty and freed memory returns to the device.
 
         On a ValueError the old budget stays: the value is invalid, cannot hold one expert of each precision, exceeds
-        the device's memory, or a read that was given up has not ended yet.
+        the device's memory, is automatic for a number of requests that the start did not know, or a read that was given
+        up has not ended yet.
         """
-        plan = self._spending.plan(ExpertBudget.parse(budget), self.options, self.policy, self.overhead)
+        parsed, at_start = ExpertBudget.parse(budget), self.options.expert_budget.requests
+        if parsed.requests not in (1, at_start):
+            raise ConfigError(
+                f'vllm-dymoe: vLLM has sized its KV cache, so "auto" is what the start left for experts; give a number '
+                f"of bytes, or start with expert_budget auto for {parsed.requests} requests.",
+                option="expert_budget",
+            )
+        plan = self._spending.plan(parsed, self.options, self.policy, self.overhead)
         self._replace("expert_budget", self.options, self.policy, plan)
 
     def resize_host_memory(self, wanted: Any) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 TOKEN = 8 * 2 * 2 * 64 * 2  # bytes in the KV cache: layers, keys and values, heads, their width, bfloat16
 BLOCK, BLOCKS = 32, 8  # tokens, and blocks; vLLM keeps one of them for itself
-PROMPT, ANSWER, REQUESTS = 30, 12, 4  # each request ends with two blocks, so all of them would need eight
+PROMPT, ANSWER, REQUESTS = 30, 6, 4  # each request ends with two blocks, so all of them would need eight
 
 
 def test_a_running_server_does_what_it_proposes(monkeypatch):

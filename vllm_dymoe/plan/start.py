@@ -435,8 +435,8 @@ def _reasons(
         return "set by you" if option in asked.options else reason
 
     yield "policy", settled.policy, why("policy", "the fastest on this machine that is good enough")
-    agreement = "" if choice.agreement is None else f"{choice.agreement:.0%} of the likeliest tokens as at 16 bits; "
-    of_checkpoint = "the checkpoint's" if "high" in model.fixed else f"{agreement}the fastest that is good enough"
+    agreement = "" if choice.agreement is None else f"{choice.agreement:.0%} of likeliest tokens as at 16 bits; "
+    of_checkpoint = "the checkpoint's" if "high" in model.fixed else f"{agreement}the fastest good enough"
     bits = f"{settled.high}/{settled.low} bits" if settled.low else f"{settled.high} bits"
     yield "precision", bits, why("high", of_checkpoint)
     dense = f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
@@ -449,7 +449,7 @@ def _reasons(
         if share == 1.0 and stored == everything:
             room, note = f"{size(everything)} on the GPU", "; all fit, so compare with plain vLLM"
         yield "expert budget", exact, why("expert_budget", room) + note
-        where = f"{size(stored)} in host memory" if planned.complete else f"part of {size(stored)} on the disk"
+        where = f"{size(stored)} in memory" if planned.complete else f"part of {size(stored)} on the disk"
         way = "shared with the CPU" if settled.misses == "share" else "fetched"
         way = f"probably {way}, measured at start" if planned.complete else way
         yield "misses", options.get("misses", "auto"), why("misses", f"{way}; {where}")
@@ -459,9 +459,9 @@ def _reasons(
     said = "set by you" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
     yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
-    many = f"{planner.requests} such contexts" if planner.requests > 1 else "one such context"
+    many = f"{planner.requests} contexts" if planner.requests > 1 else "one context"
     cached, why_cached = prefixes
-    yield "KV cache", f"{setup.kv_cache_dtype}, prefix caching {cached}", f"{cache} for {many} at least; {why_cached}"
+    yield "KV cache", f"{setup.kv_cache_dtype}, prefix caching {cached}", f"at least {cache} for {many}; {why_cached}"
     given, ours = asked.max_num_batched_tokens, planned.chunk > ServeSettings.max_num_batched_tokens
     reason = f"computed while the link brings {size(max(0, everything - choice.limit))}" if ours else "vLLM's choice"
     tokens = given or (planned.chunk if ours else "auto")

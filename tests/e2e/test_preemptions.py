@@ -1,4 +1,4 @@
-"""A KV cache that is too small: what vLLM preempts, what the log proposes, and a server that does it."""
+"""A KV cache that is too small, what the log proposes, and a server that does it."""
 
 import re
 
@@ -16,7 +16,7 @@ PROMPT, ANSWER, REQUESTS = 30, 6, 4  # each request ends with two blocks, so all
 
 
 def test_a_running_server_does_what_it_proposes(monkeypatch):
-    """The log proposes exact numbers, and with that budget the server gives the same answers.
+    """The log proposes exact numbers; with that budget the answers are the same.
 
     The emulated card stands for a GPU, whose memory is shared by KV cache and experts.
     """

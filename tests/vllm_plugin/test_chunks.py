@@ -69,7 +69,7 @@ def test_names_of_drivers_are_known(name):
 
 @pytest.mark.parametrize("card", [CARD, "a card without a data sheet"])
 def test_a_measured_link_comes_before_the_data_sheets(monkeypatch, said, cache, card):
-    """At a quarter of the data sheet's rate the link takes four times as long, in which more tokens are computed."""
+    """A slower link takes longer, and in that time more tokens are computed."""
     monkeypatch.setattr(chunks, "current_platform", SimpleNamespace(device_type="cuda", get_device_name=lambda: card))
     assert chunks.measured_device(str(MODEL), Options()) is None
     by_sheet = configure("75%").max_num_batched_tokens

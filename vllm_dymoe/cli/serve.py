@@ -86,7 +86,7 @@ class Arguments:
             raise ConfigError(f"--{name} {text} is no number.") from None
 
     def flag(self, name: str) -> bool | None:
-        """Return whether a flag was given, or with "no-" its opposite; None if neither was."""
+        """Return what a flag says, also with "no-"; None if it was not given."""
         given = [word for word in self.values if word in (name, f"no-{name}")]
         return given[-1] == name if given else None
 

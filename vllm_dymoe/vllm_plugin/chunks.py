@@ -55,7 +55,7 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
 
 
 def measured_device(model: str, options: Options) -> Device | None:
-    """Return this machine's GPU with the rates that an earlier start measured for a model.
+    """Return this machine's GPU as an earlier start measured it for a model.
 
     None if none did: reading a kept measurement takes no time, a new one takes seconds.
     """

@@ -108,9 +108,9 @@ def store_root(store_dir: Path | None) -> Path:
 class ExpertBudget(BaseModel):
     """Memory for experts on each rank.
 
-    The budget is a number of bytes, a share of all experts' bytes, a number of slots, or automatic. ``slots`` stands for as many
-    slots as a token uses experts in a layer ("top-k"), or as a layer has experts ("layer"). ``requests`` are those
-    whose KV cache an automatic budget leaves on a GPU.
+    The budget is a number of bytes, a share of all experts' bytes, a number of slots, or automatic. ``slots`` stands
+    for as many slots as a token uses experts in a layer ("top-k"), or as a layer has experts ("layer"). ``requests``
+    are those whose KV cache an automatic budget leaves on a GPU.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -36,14 +36,14 @@ def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SystemExit: vLLM computes the layer with 16 bits.
     """
-    engine = {"quantization": "dymoe", "additional_config": {"dymoe": {}}, "max_model_len": 128}
+    engine: dict[str, Any] = {"quantization": "dymoe", "additional_config": {"dymoe": {}}, "max_model_len": 128}
     config = EngineArgs(model=job["model"], **engine).create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/rank", backend="gloo")
         ensure_model_parallel_initialized(1, 1)
         dtype = config.model_config.dtype
         torch.set_default_dtype(dtype)
-        begun, layers = time.perf_counter(), list[torch.nn.Module]()
+        begun, layers = time.perf_counter(), list[Any]()
         while len(layers) < job["count"] and (not layers or time.perf_counter() - begun < _LONGEST):
             layers.append(_made(config, job))
         layers += [_copied(layer) for layer in islice(cycle(layers), job["count"] - len(layers))]
@@ -60,7 +60,7 @@ def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"kernel": _kernel(layers[0]), "rates": rates}
 
 
-def _made(config: VllmConfig, job: Mapping[str, Any]) -> torch.nn.Module:
+def _made(config: VllmConfig, job: Mapping[str, Any]) -> Any:
     """Return a layer as vLLM makes it, with random weights."""
     layer = ColumnParallelLinear(
         job["columns"], job["rows"], bias=False, params_dtype=config.model_config.dtype,
@@ -82,12 +82,12 @@ def _made(config: VllmConfig, job: Mapping[str, Any]) -> torch.nn.Module:
     return layer
 
 
-def _copied(layer: torch.nn.Module) -> torch.nn.Module:
+def _copied(layer: Any) -> Any:
     """Return a layer with memory of its own, which takes less time than making one.
 
     What a kernel keeps outside of the layer is shared.
     """
-    made: torch.nn.Module = object.__new__(type(layer))
+    made = object.__new__(type(layer))
     made.__dict__.update({
         name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(layer).items()
     })  # fmt: skip
@@ -98,7 +98,7 @@ def _copied(layer: torch.nn.Module) -> torch.nn.Module:
     return made
 
 
-def _kernel(layer: torch.nn.Module) -> str:
+def _kernel(layer: Any) -> str:
     """Return the name of a layer's kernel, or of its method if that has none."""
     owners = layer.quant_method, getattr(layer, "scheme", None)
     kinds = [type(value).__name__ for owner in owners if owner is not None for value in vars(owner).values()]

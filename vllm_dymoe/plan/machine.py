@@ -237,9 +237,10 @@ def _measured(command: Sequence[str], policy: str) -> Machine:
 
 
 def _with_held(probe: Probe, dense: Sequence[DenseRate]) -> dict[str, Any]:
-    """Return a machine's ``dense`` and ``unmeasured``, with layers in the checkpoint's own format.
+    """Return a machine's ``dense`` and ``unmeasured``.
 
-    vLLM makes and computes them, in a process of its own, as it will when it serves them.
+    They include layers in the checkpoint's own format. vLLM makes and computes them in a process of its own, as it will
+    when it serves them.
     """
     rows = max(1, round(probe.held / _MATRICES / probe.hidden / _BLOCK)) * _BLOCK
     count = probe.matrices(rows * probe.hidden * probe.bits / 8, random_weight_bytes(available_host_memory()))
@@ -404,7 +405,7 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
 
 
 def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
-    """The rates of dense layers at 16 and at 8 bits, with ``nbytes`` at 8 bits at most."""
+    """The rates of dense layers at 16 and at 8 bits, which take ``nbytes`` at most."""
     columns, dtype, found = probe.hidden, probe.format.dtype, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
     count = probe.matrices(rows * columns, nbytes)

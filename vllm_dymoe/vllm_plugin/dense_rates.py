@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedL
 
 from vllm_dymoe.plan.machine import ROWS, typical
 
-_LONGEST = 0.5  # seconds in which layers are made; what is left out is copied from them
+_LONGEST = 2.0  # seconds in which layers are made: of large ones there may be fewer than asked for
 _LARGEST_BYTE = 0x38  # FP8's code of 1.0: no code below it is infinite or NaN
 _ONE = 0x7F  # the code of 1.0 in a scale that is an exponent
 
@@ -31,7 +30,7 @@ def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         job: ``model`` is the folder of a config.json, ``layer`` the name of a matrix, with ``rows`` and ``columns``,
-            and ``count`` the number of matrices between two uses of one.
+            and ``count`` the number of such matrices that take turns.
 
     Raises:
         SystemExit: vLLM computes the layer with 16 bits.
@@ -46,10 +45,9 @@ def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
         begun, layers = time.perf_counter(), list[Any]()
         while len(layers) < job["count"] and (not layers or time.perf_counter() - begun < _LONGEST):
             layers.append(_made(config, job))
-        layers += [_copied(layer) for layer in islice(cycle(layers), job["count"] - len(layers))]
-        rates, weights = [], job["count"] * job["rows"] * job["columns"]
+        rates, weights = [], len(layers) * job["rows"] * job["columns"]
         for tokens in ROWS:
-            x = torch.randn(tokens, job["columns"]).to(dtype)
+            x = torch.randn(tokens, job["columns"], dtype=dtype)
 
             def step(x: torch.Tensor = x) -> None:
                 for layer in layers:
@@ -73,29 +71,13 @@ def _made(config: VllmConfig, job: Mapping[str, Any]) -> Any:
         if data.is_floating_point() and data.element_size() > 1:
             data.fill_(1 / job["columns"])
         elif "scale" in name and data.dtype is torch.float8_e4m3fn:
-            data.copy_(torch.ones(data.shape))
+            data.copy_(torch.ones(data.shape, dtype=torch.float32))
         elif "scale" in name:
             data.view(torch.uint8).fill_(_ONE)
         else:
             data.view(torch.uint8).random_(0, _LARGEST_BYTE)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
-
-
-def _copied(layer: Any) -> Any:
-    """Return a layer with memory of its own, which takes less time than making one.
-
-    What a kernel keeps outside of the layer is shared.
-    """
-    made = object.__new__(type(layer))
-    made.__dict__.update({
-        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(layer).items()
-    })  # fmt: skip
-    made.__dict__["_parameters"] = {
-        name: None if value is None else torch.nn.Parameter(value.data.clone(), requires_grad=False)
-        for name, value in layer._parameters.items()
-    }
-    return made
 
 
 def _kernel(layer: Any) -> str:

@@ -36,6 +36,7 @@ ISAS = {
 the library, too. With AVX512 torch uses BF16 and AMX if the CPU has them, and the library VNNI with AVX2. If torch
 names none of these, as on ARM, the library looks for NEON.
 """
+_TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _CURVES = {curve: number for number, curve in enumerate(Curve)}
 SOURCES = Path(__file__).parent / "cpu"
 _SCALES = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 2, torch.float32: 3}
@@ -110,7 +111,7 @@ class MoeLayer(Structure):
         *_integers("in_memory_until lost_pages uses"),
         ("kernel", Layer),
         *_integers("scratch scratch_floats piece_positions pair_rows pair_capacity"),
-        *_integers("count experts wanted places bad_expert"),
+        *_integers("count experts wanted places bad_expert planned"),
     )
 
     def route(self, *values: int) -> None:
@@ -119,6 +120,25 @@ class MoeLayer(Structure):
         One call in place of one for each field: it is made in every layer of every step.
         """
         _ROUTING.pack_into(self, 0, *values)
+
+
+class TorchFunctions(Structure):
+    """Functions of torch's stable C interface, and its numbers of dtypes.
+
+    The structure is ``TorchFunctions`` of operator.h.
+    """
+
+    _fields_ = _integers("sizes dtype is_contiguous data empty release call error float32 int32 int64")
+
+
+class NativeStep(Structure):
+    """A step whose layers need no Python: ``NativeStep`` of operator.h.
+
+    ``call`` is the address of a :class:`MoeLayer`, ``tokens`` the most rows of a layer, and ``ready`` the address of
+    uint8 [layers]: 0 for a layer that Python has not checked yet, else 1 + weights_on_input.
+    """
+
+    _fields_ = _integers("call isa parallel tokens threads layers ready")
 
 
 class Outcome(IntEnum):
@@ -175,7 +195,7 @@ class Library:
         sizes = [
             ctypes.sizeof(Matrix),
             8 * ITEM_FIELDS,
-            *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl, MoeLayer)),
+            *map(ctypes.sizeof, (Layer, Sum, Rounding, QueueControl, MoeLayer, TorchFunctions, NativeStep)),
         ]
         built = [library.dymoe_sizes(which) for which in range(len(sizes))]
         if sizes != built or not _has_these_sources(library):
@@ -187,6 +207,9 @@ class Library:
         # Arguments: address of a MoeLayer, instruction set, and the threads' function. Returns an Outcome.
         self.moe_layer = library.dymoe_moe_layer
         self.moe_layer.argtypes = [c_void_p, ctypes.c_int, c_void_p]
+        # Argument: address of a NativeStep, which begins in this thread, or None to end it.
+        self.native_step = library.dymoe_native_step
+        self.native_step.argtypes, self.native_step.restype = [c_void_p], None
         # Argument: address of a QueueControl. ``post`` publishes a number after all earlier writes; ``wait`` waits
         # until it is answered, and returns 1 if it was given up instead; ``give_up`` gives up the entry that is waited
         # for, and returns its number or 0.
@@ -221,6 +244,26 @@ class Library:
         layer.phase, layer.last = first, last
         if self._library.dymoe_experts(ctypes.addressof(layer), self.isa, self.parallel):
             raise IndexError(f"work names a row beyond the {layer.tokens} of x or the {layer.out_rows} of out")
+
+    def register_operator(self) -> None:
+        """Let torch call the library for ``vllm_dymoe::moe`` on the CPU.
+
+        Before this call, ``moe`` and ``moe_in_python`` must be defined.
+
+        Raises:
+            OSError: torch refuses it.
+        """
+        torch_library = ctypes.CDLL(str(_TORCH))
+        functions = "get_sizes get_dtype is_contiguous get_data_ptr empty_strided delete_tensor_object call_dispatcher"
+        found = [_address(torch_library, f"aoti_torch_{name}") for name in functions.split()]
+        error = _address(torch_library, "torch_exception_get_what_without_backtrace", missing=0)
+        dtypes = [getattr(torch_library, f"aoti_torch_dtype_{name}")() for name in ("float32", "int32", "int64")]
+        self._library.dymoe_use_torch(ctypes.byref(TorchFunctions(*found, error, *dtypes)))
+        registered, file = c_void_p(), str(SOURCES / "operator.h").encode()  # lives as long as the process
+        failed = torch_library.aoti_torch_library_init_impl(b"vllm_dymoe", b"CPU", file, 0, ctypes.byref(registered))
+        operator = _address(self._library, "dymoe_operator")
+        if failed or torch_library.aoti_torch_library_impl(registered, b"moe", c_void_p(operator)):
+            raise OSError("torch does not take vllm-dymoe's operator for the CPU; please report this")
 
     def answer(
         self, control: int, layer: Layer, forms: Sequence[Sequence[tuple[int, int]]], tokens: int, spin_ns: int = 0
@@ -295,6 +338,13 @@ def load(isa: str | None = None) -> Library | None:
     return Library(built, largest) if built.exists() else None
 
 
+def _address(library: ctypes.CDLL, function: str, missing: int | None = None) -> int:
+    """Return a function's address; ``missing`` if the library has no such function."""
+    if missing is not None and not hasattr(library, function):
+        return missing
+    return ctypes.cast(getattr(library, function), c_void_p).value or 0
+
+
 def _openmp() -> int | None:
     """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime.
 
@@ -302,7 +352,7 @@ def _openmp() -> int | None:
     its own). Two pools of spinning threads made a step of 16 tokens eight times slower. A symbol of the whole process
     takes precedence over torch's dependency, as it does for torch itself.
     """
-    for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+    for name in (None, str(_TORCH)):
         try:
             function = ctypes.CDLL(name).GOMP_parallel
         except (AttributeError, OSError):

@@ -281,6 +281,7 @@ static void scale_row(const uint16_t* x, float weight, i64 hidden, i64 dtype, ui
 
 #include "cpu_queue.h"
 #include "moe_layer.h"
+#include "operator.h"
 
 #ifndef SOURCES
 #define SOURCES ""  // setup.py defines it
@@ -288,6 +289,7 @@ static void scale_row(const uint16_t* x, float weight, i64 hidden, i64 dtype, ui
 API const char* dymoe_sources() { return SOURCES; }
 
 API i64 dymoe_sizes(int which) {
-    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl), sizeof(MoeLayer)};
+    const i64 sizes[] = {sizeof(Matrix), sizeof(Item), sizeof(Layer), sizeof(Sum), sizeof(Rounding), sizeof(QueueControl), sizeof(MoeLayer),
+                         sizeof(TorchFunctions), sizeof(NativeStep)};
     return sizes[which];
 }

@@ -1,5 +1,5 @@
 // One MoE layer of one step in one call: groups the router's choices by expert, plans, computes experts where their
-// bytes are (slots, pinned memory or mapped files), and adds them up. experts.cpp includes this file last;
+// bytes are (slots, pinned memory or mapped files), and adds them up. experts.cpp includes this file;
 // kernels/native.py has the twin of MoeLayer.
 //
 // Nothing is changed before it is known that the call can finish its part: the caller may read from disk, or verify
@@ -52,6 +52,7 @@ struct MoeLayer {
     int8_t* wanted;                        // [experts]
     i64* places;                           // [slices, count]
     i64 bad_expert;
+    i64 planned;                           // the operator's call returned FETCH; Python goes on from there
 };
 
 namespace {

@@ -89,6 +89,7 @@ class Server:
     experts = SimpleNamespace(layers=(0,), num_experts=64)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
     small_batches, ranks_add_up = None, False
+    cpu, needs_python = None, True
 
     def __init__(self, error=None):
         self.log, self.error = [], error

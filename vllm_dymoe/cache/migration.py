@@ -121,6 +121,11 @@ class Migration:
         self.uses[1, routing.layer, experts] += routing.squared_gates[experts]
         self.see(routing)
 
+    @property
+    def measuring(self) -> bool:
+        """Whether :meth:`see` still has something to measure."""
+        return self._changes is not None
+
     def see(self, routing: Routing) -> None:
         """Measure how much a layer changes its input, until that is known.
 

@@ -71,6 +71,7 @@ class CpuExecutor:
         self._uses = uses  # keeps the memory that the call uses
         call.uses = 0 if uses is None else uses.ctypes.data
         self._kinds, self._kind = experts.kinds, experts.kinds[0]
+        self._kinds_differ = len(experts.of_kinds) > 1
         self._describe([formats[experts.kinds.index(kind)] for kind in range(len(experts.of_kinds))])
         n = table.experts
         self._experts, self._wanted = np.empty(n, np.int32), np.empty(n, np.int8)
@@ -79,9 +80,41 @@ class CpuExecutor:
         self._moe_layer, self._given = library.moe_layer, (ctypes.addressof(call), library.isa, library.parallel)
         self._selects, self._several = not policy.precision.planned, len(policy.precision.precisions) > 1
         self._activation: Activation | None = None
+        self._activations = 0  # how often it has changed
         self._scratch: torch.Tensor | None = None
         self._frees_scratch = False  # after the call: it is more than what is kept
         self._pair_rows: torch.Tensor | None = None
+        self._ready = np.zeros(table.layers, np.uint8)
+        self._step = native.NativeStep(
+            ctypes.addressof(call), library.isa, library.parallel, layers=table.layers, ready=self._ready.ctypes.data
+        )
+
+    def begin_native(self, tokens: int) -> None:
+        """Begin a step whose layers run without Python, as far as they are ready.
+
+        Requests' tokens are counted and learnt from. :meth:`end_native` must follow in this thread.
+
+        Args:
+            tokens: in the step; a layer with more rows goes to Python.
+        """
+        self._call.planned = 0
+        self._step.tokens, self._step.threads = tokens, torch.get_num_threads()
+        self._library.native_step(ctypes.addressof(self._step))
+
+    def end_native(self) -> None:
+        self._library.native_step(None)
+
+    def make_ready(self, layer: int, *, on_input: bool) -> None:
+        """Let native steps run a layer that :meth:`run` has computed.
+
+        Python has checked the layer's tensors; those of later steps are like them. Nothing happens where layers differ
+        in formats or activations, which Python sets in the call, or where Python chooses precisions or records actions.
+
+        Args:
+            on_input: the router's weights multiply the experts' inputs.
+        """
+        if self._activations == 1 and not (self._kinds_differ or self._selects or self._records):
+            self._ready[layer] = 1 + on_input
 
     def _find_sources(self, table: Table) -> None:
         """Write the addresses of every expert's slices into the table.
@@ -175,7 +208,10 @@ class CpuExecutor:
             0 if versions is None else versions.ctypes.data,
             observed, on_input, torch.get_num_threads(),
         )  # fmt: skip
-        outcome = self._moe_layer(*self._given)
+        if self._call.planned:  # by the operator, in this step
+            self._call.planned, outcome = 0, Outcome.FETCH
+        else:
+            outcome = self._moe_layer(*self._given)
         while outcome and outcome != Outcome.FETCH:  # DONE is 0
             if outcome == Outcome.BAD_ROOM:
                 self._grow(tokens * (top_k if on_input else 1), tokens * top_k)
@@ -258,6 +294,9 @@ class CpuExecutor:
             check_formats(*fmt.matrices, x, activation)
         native.set_activation(self._call.kernel, activation)
         self._activation = activation
+        self._activations += 1
+        if self._activations > 1:
+            self._ready[:] = 0
 
     def _grow(self, inputs: int, positions: int) -> None:
         """Allocate scratch for a step.

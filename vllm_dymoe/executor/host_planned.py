@@ -138,6 +138,15 @@ class HostPlannedLayers:
         if asked and self.predictor is not None and self.prefetcher is not None:
             self.prefetcher.predict_first_layer(phase, self.predictor)
 
+    @property
+    def needs_python(self) -> bool:
+        """Whether layers need Python although their experts are in memory.
+
+        It observes routing for a predictor or a migration, or collects late reads.
+        """
+        watching = self.predictor is not None or (self.migration is not None and self.migration.measuring)
+        return self.cpu is None or watching or bool(self.fetcher.orphaned)
+
     def end_decode(self, tokens: int) -> None:
         """Record a step of requests that ran, or is about to run, without the host."""
         if self.migration is not None:

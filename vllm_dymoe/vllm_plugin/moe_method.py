@@ -2,8 +2,9 @@
 
 It creates placeholders, takes the checkpoint's weights, and calls the rank's server.
 
-Two operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a
-compiled model. If CUDA graphs surround the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns
+Operators keep host code out of what vLLM compiles and captures. ``moe`` stands for the routed experts in a compiled
+model. On a CPU the native library implements it (kernels/cpu/operator.h), and calls ``moe_in_python`` for what it
+cannot do alone. If CUDA graphs surround the layer, ``moe_forward_into`` replaces ``vllm::moe_forward``, which returns
 new tensors: the next graph would read those of its capture, step after step. Here the caller allocates the outputs,
 which makes them a part of the graph before the layer; the operator runs between graphs and writes into them, as
 ``vllm::unified_attention_with_output`` does. The price is a copy of the layer's output.
@@ -26,8 +27,10 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import (
     _resolve_layer_name,
     get_layer_from_name,
 )
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
+from vllm_dymoe.kernels import native
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.vllm_plugin.activations import activation_of
 from vllm_dymoe.vllm_plugin.balance import owned
@@ -124,8 +127,8 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         place, sizes = self.loading.place(position), (hidden_size, intermediate_size_per_partition)
         self._loader = ExpertLoader(layer, place, *sizes, place[0].reader, num_experts if self._balanced else None)
         self._loader.register(layer, params_dtype, bias=self.moe.has_bias)
-        # The operator finds its layer by name in the forward context, as vLLM's own does.
-        get_current_vllm_config().compilation_config.static_forward_context[_context_key(layer.layer_name)] = self
+        # The operator finds its layer in the forward context, as vLLM's own does.
+        get_current_vllm_config().compilation_config.static_forward_context[_context_key(position)] = self
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self._loaded:  # dense layers are being read again
@@ -156,9 +159,11 @@ class DymoeMoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """Run the routed experts: x [tokens, hidden] to [tokens, hidden]."""
         if torch.compiler.is_compiling():
-            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, layer.layer_name)
+            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
         rank_server = self.loading.rank_server
         assert rank_server is not None, "vLLM runs a model before it has finished loading it"
+        if rank_server.native is not None:
+            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
         return rank_server.forward(self.layer, x, topk_weights, topk_ids)
 
 
@@ -192,18 +197,18 @@ def model_made(config: VllmConfig, model: torch.nn.Module, *, draft: bool) -> No
         )
 
 
-def _context_key(layer_name: str) -> str:
-    return f"{layer_name}.dymoe"
+def _context_key(layer: int) -> str:
+    return f"vllm_dymoe.{layer}"
 
 
-def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer_name)]
+def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: int) -> torch.Tensor:
+    method: DymoeMoEMethod = get_forward_context().no_compile_layers[_context_key(layer)]
     rank_server = method.loading.rank_server
     assert rank_server is not None, "vLLM runs a model before it has finished loading it"
     return rank_server.forward(method.layer, x, topk_weights, topk_ids)
 
 
-def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -271,9 +276,12 @@ def _moe_forward_into(
 
 # Not torch.library.custom_op, whose wrappers cost as much as the call itself, in every layer.
 _library = torch.library.Library("vllm_dymoe", "DEF")
-_library.define("moe(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor")
-_library.impl("moe", _moe, "CompositeExplicitAutograd")
-torch.library.register_fake("vllm_dymoe::moe", _moe_fake, lib=_library)
+for _name in ("moe", "moe_in_python"):
+    _library.define(f"{_name}(Tensor x, Tensor topk_weights, Tensor topk_ids, int layer) -> Tensor")
+    _library.impl(_name, _moe, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vllm_dymoe::{_name}", _moe_fake, lib=_library)
+if current_platform.is_cpu() and (_native := native.load()) is not None:
+    _native.register_operator()  # on the CPU it takes precedence for ``moe``, and calls ``moe_in_python``
 # If vLLM has breakable graphs, the operator ends the running capture and begins another one after it.
 _interrupting = eager_break_during_capture(_moe_forward_into)
 direct_register_custom_op("moe_forward_into", _interrupting, mutates_args=["out", "shared_out"], target_lib=_library)

@@ -126,7 +126,11 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
     rank = _rank(self.worker.vllm_config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
         return original(self, scheduler_output)
-    return rank.end_model(self.worker.model_runner, scheduler_output, original(self, scheduler_output))
+    try:
+        output = original(self, scheduler_output)
+    finally:
+        rank.end_native()
+    return rank.end_model(self.worker.model_runner, scheduler_output, output)
 
 
 @_replaces(_WORKER, "sample_tokens", _STEP_ERROR)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.executor.cpu_executor import CpuExecutor
 from vllm_dymoe.planner.routing import Phase, Routing, RoutingError
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
@@ -53,6 +54,7 @@ class RankServer:
         self._decode = self._decode_steps()
         self._num_layers = len(server.experts.layers)  # without a draft's, which are added later
         self._preemptions = Preemptions()
+        self.native: CpuExecutor | None = None  # runs the layers of this step without Python
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def use(self, server: ExpertServer) -> None:
@@ -125,10 +127,13 @@ class RankServer:
                 for observer in observers:
                     if not observer.needs_actions:
                         observer.see(routing)
-                out = server.host_planned.forward(routing, layer.activation)
+                layers = server.host_planned
+                out = layers.forward(routing, layer.activation)
                 for observer in observers:
                     if observer.needs_actions:
                         observer.see(routing)
+                if layers.cpu is not None and gathered is None and everywhere is None:
+                    layers.cpu.make_ready(layer.position, on_input=layer.weights_on_input)
         except (TransferError, RoutingError) as error:
             if isinstance(error, RoutingError) and layer.expert_map is not None:  # which has bounded the id
                 experts = all_experts(layer.expert_map)
@@ -153,7 +158,23 @@ class RankServer:
         self.server.host_planned.begin_step(self.step.phase)
         if self._decode is not None:
             self._decode.begin()
+        self._begin_native()
         return True
+
+    def _begin_native(self) -> None:
+        """Begin a native step, if Python has nothing to do in its layers."""
+        layers, watched = self.server.host_planned, self.training is not None or bool(self.observation.observers)
+        marks = self.step.phase is Phase.PREFILL and self.prompts is not None and self.prompts.wanted
+        if not (watched or marks or layers.needs_python):
+            assert layers.cpu is not None
+            layers.cpu.begin_native(self.step.tokens)
+            self.native = layers.cpu
+
+    def end_native(self) -> None:
+        """End what :meth:`begin_step` may have begun; Python runs the layers from here on."""
+        if self.native is not None:
+            self.native.end_native()
+            self.native = None
 
     def device_failure(self, step: int) -> str:
         """Return why a finished step failed on the device; empty if none did.
@@ -227,6 +248,7 @@ class RankServer:
         vars(self).clear()  # closures in vLLM's layers still refer to this object, and would keep all of it
 
     def _failed(self, error: TransferError | RoutingError) -> None:
+        self.end_native()  # later layers do no work
         if not self.step.warming_up:
             self.failures.record(f"vllm-dymoe: {error}")
         elif self.failures.alone:

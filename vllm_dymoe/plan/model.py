@@ -1,6 +1,7 @@
 """A model's sizes, from config.json alone."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +16,40 @@ from vllm_dymoe.quantize.model_config import (
     INTERMEDIATE,
     NUM_EXPERTS,
     TOP_K,
+    ModelConfig,
     may_be_of_hub,
     modalities_of,
     nested_configs,
-    read_config,
 )
+from vllm_dymoe.quantize.readers.base import Reader
+from vllm_dymoe.quantize.readers.configurations import make_dense_reader
+from vllm_dymoe.quantize.readers.modules import dense_aliases
+from vllm_dymoe.quantize.tensors import CheckpointError
 
 ITEM = 2  # bytes of a weight outside of experts
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # upper bounds of sizes in config.json
 _RECURRENT = "mamba_", "ssm_", "linear_", "attn_layer_period", "hybrid_override_pattern", "conv_l_"
 Attention = Literal["full", "latent", "recurrent"]
 """What a model keeps of earlier tokens: keys and values, MLA's compressed ones, or in some layers a state."""
+
+
+@dataclass(frozen=True)
+class HeldDense:
+    """Weights outside of experts that a checkpoint stores in a tool's format.
+
+    They are of attention, shared experts, and layers without experts. Routers and the output head have 16 bits. If
+    such weights have several formats, all count as the one that most have.
+    """
+
+    format: str  # in a few words
+    bits: float  # of a weight, with its share of a scale
+    weights: int
+    layer: str  # name of one of these matrices
+    folder: str = ""  # of the model's config.json
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.weights * self.bits / 8)
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,9 @@ class ModelShape:
     vocabulary: int  # logits of a token
     longest: int  # max_position_embeddings
     kept: ExpertFormat | None = None  # format of a quantized checkpoint's experts, which keep their codes
+    held: HeldDense | None = None  # what it stores in the same way of the rest
+    unknown: str = ""  # why that is not known, if it is not
+    dtype: str = "bfloat16"  # of activations: that, or "float16"
 
     @property
     def dense_bytes(self) -> int:
@@ -61,22 +88,24 @@ class ModelShape:
         return self.token_weights * ITEM - self._saved(bits)
 
     def _saved(self, bits: int) -> int:
-        """Return the bytes that ``dense`` saves.
+        """Return the bytes that ``dense`` and the checkpoint's own format save.
 
         An output head that is also the embedding keeps its 16 bits.
         """
-        tied = self.dense_weights == self.token_weights
-        return (self.token_weights - tied * self.vocabulary * self.hidden) * (16 - bits) // 8
+        tied, held = self.dense_weights == self.token_weights, self.held or HeldDense("", 16, 0, "")
+        plain = self.token_weights - held.weights - tied * self.vocabulary * self.hidden
+        return plain * (16 - bits) // 8 + held.weights * ITEM - held.nbytes
 
     def token_bytes(self, expert_bytes: float) -> float:
         """Return the bytes of device memory that a decode step of one request reads."""
-        return self.token_weights * ITEM + self.moe_layers * self.top_k * expert_bytes
+        return self.read_of_dense(16) + self.moe_layers * self.top_k * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         def make(width: int) -> ExpertFormat:
             if self.kept is not None and width == self.kept.bits:
                 return replace(self.kept, hidden=self.hidden, intermediate=self.intermediate)
-            return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, torch.bfloat16)
+            dtype = getattr(torch, self.dtype)
+            return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, dtype)
 
         layers = tuple(range(self.moe_layers))
         return ModelExperts(layers, self.experts, self.top_k, stored_formats(bits, make))
@@ -89,8 +118,19 @@ def read_shape(model: str) -> ModelShape:
         ConfigError: it has no experts.
     """
     folder = config_folder(model)
-    config = read_config(folder)
-    return shape_of(dict(nested_configs(config)[-1]), str(folder / "config.json"))
+    config = ModelConfig(folder)
+    said, unknown = config.json.get("quantization_config"), ""
+    try:
+        if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
+            said = said.get("dense")
+        else:
+            said = config.quantization
+    except CheckpointError as error:
+        said, unknown = None, str(error)
+    shape = shape_of(dict(nested_configs(config.json)[-1]), str(folder / "config.json"), said)
+    held = shape.held and replace(shape.held, folder=str(folder))
+    dtype = "float16" if config.dtype is torch.float16 else "bfloat16"
+    return replace(shape, held=held, unknown=shape.unknown or unknown, dtype=dtype)
 
 
 def config_folder(model: str) -> Path:
@@ -127,8 +167,16 @@ def _fetch_config(model: str) -> Path:
     return Path(hf_hub_download(model, "config.json")).parent
 
 
-def shape_of(config: dict[str, Any], where: str) -> ModelShape:
-    """Return the sizes that a config.json gives; ConfigError if one is missing."""
+def shape_of(config: dict[str, Any], where: str, said: Mapping[str, Any] | None = None) -> ModelShape:
+    """Return the sizes that a config.json gives.
+
+    Args:
+        where: its path, for messages.
+        said: how weights outside of experts are quantized, as a quantization_config; None for 16 bits.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -155,7 +203,16 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
     shared = shared or size("n_shared_experts", "moe_num_shared_experts", default=0) * intermediate
     attention, width, cached = _attention(hidden, size("num_attention_heads"), size)
     head = size("vocab_size") * hidden
-    per_token = layers * attention + moe * hidden * (experts + 3 * shared) + (layers - moe) * 3 * hidden * dense_width
+    others = {"shared": 3 * hidden * shared, "mlp": 3 * hidden * dense_width}  # in a layer, in addition to attention
+    kinds = ["shared" if is_moe(config, layer) else "mlp" for layer in range(layers)]
+    per_token = layers * attention + moe * hidden * experts + sum(others[kind] for kind in kinds)
+    held, unknown = None, ""
+    try:
+        if isinstance(said, Mapping):
+            parts = [(layer, part) for layer, kind in enumerate(kinds) for part in ("attention", kind)]
+            held = _held(said, {at: {"attention": attention, **others}[at[1]] for at in parts})
+    except CheckpointError as error:
+        unknown = str(error)
     return ModelShape(
         layers, moe, experts, size(*TOP_K), hidden, intermediate,
         attention_weights=attention,
@@ -166,7 +223,36 @@ def shape_of(config: dict[str, Any], where: str) -> ModelShape:
         kv_heads=1 if config.get("kv_lora_rank") else size("num_key_value_heads", "num_attention_heads"),
         vocabulary=size("vocab_size"),
         longest=size("max_position_embeddings", default=1 << 15),
+        held=held,
+        unknown=unknown,
     )  # fmt: skip
+
+
+def _held(said: Mapping[str, Any], parts: Mapping[tuple[int, str], int]) -> HeldDense | None:
+    """Return what a quantization_config says of weights outside of experts.
+
+    None if all of them have 16 bits.
+
+    Args:
+        parts: number of weights by layer and part, see ``dense_aliases``.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
+    found: dict[str, tuple[Reader, str]] = {}
+    weights = Counter[str]()
+    for (layer, part), count in parts.items():
+        names = dense_aliases(layer, part)
+        reader = make_dense_reader(said, names)
+        if reader.held and count:
+            found.setdefault(reader.summary, (reader, names[0]))
+            weights[reader.summary] += count
+    if not weights:
+        return None
+    ((summary, _),) = weights.most_common(1)
+    reader, name = found[summary]
+    scale = (8 if reader.encoding.floats else 16) / reader.group_size if reader.group_size else 0.0
+    return HeldDense(summary, reader.bits + scale, weights.total(), name)
 
 
 def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, int, int]:

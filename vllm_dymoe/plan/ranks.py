@@ -71,6 +71,7 @@ class Ranks:
             attention_weights=model.attention_weights // tp,
             token_weights=model.token_weights // (tp * self.pp),
             dense_weights=model.dense_weights // (tp * self.pp),
+            held=model.held and replace(model.held, weights=model.held.weights // (tp * self.pp)),
             attention_width=model.attention_width // tp,
             kv_bytes=model.kv_bytes * ceil(model.kv_heads / tp) // (model.kv_heads * self.pp),
         )

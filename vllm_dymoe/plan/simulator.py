@@ -28,6 +28,7 @@ from vllm_dymoe.experts.format import EVERY_PROJECTION, ExpertFormat, ModelExper
 from vllm_dymoe.options import Options
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device, ExpertRate
+from vllm_dymoe.plan.model import HeldDense
 from vllm_dymoe.planner.constants import SMALL_BATCH_ROWS, Cost
 from vllm_dymoe.planner.hotness import Swap, averaged, hottest, layer_swaps, squared_gates, swaps
 from vllm_dymoe.planner.importance import mark_heavy_hitters
@@ -94,6 +95,7 @@ class Model:
     attention: int  # bytes of each layer's weights outside of experts
     head: int = 0  # bytes of weights after the last layer
     bits: int = 16  # of each of those weights
+    held: HeldDense | None = None  # weights of each layer that are not among them
 
 
 @dataclass
@@ -233,7 +235,8 @@ class Simulator:
         self._weights = 3 * formats[options.high].hidden * formats[options.high].intermediate  # weights of an expert
         staging = plan.staging.get(Precision.HIGH, 0) or min(plan.staging.values(), default=0)
         self._staging = plan.slots.get(Precision.HIGH, 0) if not policy.residency.keeps else staging
-        self.result = Result(peak=int(layers * model.attention + model.head + plan.limit))
+        held = 0 if model.held is None else model.held.nbytes
+        self.result = Result(peak=int(layers * (model.attention + held) + model.head + plan.limit))
         self._in_graph = device.decides
         if device.host and options.computes_misses:
             self.table.cpu_costs[:] = _sharing(formats, options, device)
@@ -306,6 +309,8 @@ class Simulator:
         layer, table, device, costs = at.layer, self.table, self.device, self.costs
         tokens, result = len(at.ids), self.result
         self.now += device.dense_seconds(self.model.attention, self.model.bits, tokens)
+        if (held := self.model.held) is not None:
+            self.now += device.dense_seconds(held.nbytes, held.bits, tokens, held.format)
         if tokens not in self._rates:
             rate = device.expert_rate(self._weights, tokens, nested=self._nested)
             waits = device.rates and tokens <= SMALL_BATCH_ROWS  # for memory: what was measured says so by bytes alone

@@ -420,6 +420,26 @@ def prefix_caching(
     return "on", "prefixes are computed once"
 
 
+def _dense_of_checkpoint(planner: Planner) -> str:
+    """Return how a quantized checkpoint stores dense layers, and their planned rate."""
+    shape, machine = planner.shape, planner.machine
+    if shape.unknown:
+        return f"the checkpoint decides; planned at 16 bits, because {shape.unknown}"
+    if (held := shape.held) is None:
+        return "the checkpoint decides: 16 bits"
+    said = f"the checkpoint decides: {held.format}"
+    if planner.on_gpu:
+        return f"{said}, {size(held.nbytes)}"
+    kernels = {rate.kernel for rate in machine.dense if rate.format == held.format}
+    if kernels:
+        return f"{said}, measured with {', '.join(sorted(kernels))}"
+    return f"{said}; planned as fast as 16 bits, because it was not measured{_because(machine.unmeasured)}"
+
+
+def _because(why: str) -> str:
+    return f" ({why}; try again with --retune)" if why else " on this machine"
+
+
 def _reasons(
     planner: Planner,
     setup: _Setup,
@@ -440,7 +460,7 @@ def _reasons(
     bits = f"{settled.high}/{settled.low} bits" if settled.low else f"{settled.high} bits"
     yield "precision", bits, why("high", of_checkpoint)
     dense = f"{size(planner.shape.read_of_dense(settled.dense))} for each step"
-    kept = "as they are", "the checkpoint decides: it is quantized"
+    kept = "as they are", _dense_of_checkpoint(planner)
     yield "dense layers", *(kept if model.quantized else (f"{settled.dense} bits", why("dense", dense)))
     if planner.on_gpu:
         share = min(1.0, choice.limit / everything)

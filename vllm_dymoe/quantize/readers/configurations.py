@@ -4,8 +4,9 @@ Each method has two functions: one finds the rule for a matrix, the other makes 
 tensors are known to have 16 bits have no rule.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -25,6 +26,7 @@ from vllm_dymoe.quantize.readers.modules import (
 from vllm_dymoe.quantize.tensors import CheckpointError
 
 EXPERT_DTYPE = "expert_dtype"
+_OF_EXPERTS = (EXPERT_DTYPE, "moe_quant_algo", "store_dtype")  # keys that say how experts differ from the rest
 
 Config = Mapping[str, Any]
 Names = Collection[str]  # of a matrix, see ``ExpertModule.aliases``
@@ -107,7 +109,7 @@ def make_readers(
     rule_of, reader_of = _METHODS[method]
     made: dict[str, Reader] = {}
     found: dict[object, tuple[Reader, list[ExpertModule]]] = {}
-    try:
+    with _valid_for(method):
         for module in representatives(config, modules):
             names = module.aliases
             plain = excluded(config, names) if module.plain is None else module.plain
@@ -116,14 +118,37 @@ def make_readers(
             if key not in made:
                 made[key] = PLAIN_READER if rule is None else reader_of(rule)
             found.setdefault(made[key].format, (made[key], []))[1].append(module)
+    if not known and len(found) > 1:  # guessed layers need not exist
+        found.pop(PLAIN_READER.format, None)
+    return dict(found.values())
+
+
+def make_dense_reader(config: Config, names: Names) -> Reader:
+    """Return the reader for a matrix outside of experts, by its names.
+
+    vLLM computes MXFP4 of gpt-oss outside of experts at 16 bits. Raises CheckpointError if no reader reads the matrix.
+    """
+    method = check_method(config)
+    said = {key: value for key, value in config.items() if key not in _OF_EXPERTS}
+    rule_of, reader_of = _METHODS[method]
+    with _valid_for(method):
+        rule = None if method == "mxfp4" or excluded(said, names) else rule_of(said, names)
+        return PLAIN_READER if rule is None else reader_of(rule)
+
+
+@contextlib.contextmanager
+def _valid_for(method: str) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"the quantization_config of the checkpoint is not valid for {method} ({error}); correct it, or "
             "download config.json again."
         ) from error
-    if not known and len(found) > 1:  # guessed layers need not exist
-        found.pop(PLAIN_READER.format, None)
-    return dict(found.values())
+
+
+def _are_experts(names: Names) -> bool:
+    return any(".experts." in name for name in names)
 
 
 def check_method(config: Config) -> str:
@@ -196,7 +221,7 @@ def _gptq_rule(config: Config, names: Names) -> Config | None:
     return plain
 
 
-def _compressed_tensors_rule(config: Config, names: Names) -> Config:
+def _compressed_tensors_rule(config: Config, names: Names) -> Config | None:
     """Return the group whose targets name the matrix.
 
     If there is none, it is the group of all linear layers.
@@ -207,6 +232,8 @@ def _compressed_tensors_rule(config: Config, names: Names) -> Config:
     linear = (group for target, group in targets if target == "Linear")
     group = next(named, None) or next(linear, None)
     if group is None:
+        if not _are_experts(names):
+            return None
         if any(other.get("weights") != groups[0].get("weights") for other in groups):
             raise _unreadable("several groups, none of which names the experts", "one that does")
         group = groups[0] if groups else {}
@@ -276,7 +303,7 @@ def _modelopt_rule(config: Config, names: Names) -> Config | None:
         for length in range(len(parts), 0, -1):
             if (layer := layers.get(".".join(parts[:length]))) is not None:
                 return dict(layer)
-    experts = {name[: name.index(".experts.") + len(".experts.")] for name in names}
+    experts = {name[: name.index(".experts.") + len(".experts.")] for name in names if ".experts." in name}
     return next((dict(layer) for key, layer in layers.items() if any(map(key.startswith, experts))), None)
 
 
@@ -293,7 +320,7 @@ def _modelopt(rule: Config) -> Reader:
     return reader
 
 
-def _quark_rule(config: Config, names: Names) -> Config:
+def _quark_rule(config: Config, names: Names) -> Config | None:
     """Return the first pattern of ``layer_quant_config`` that matches.
 
     If none does, it is ``global_quant_config``.
@@ -308,7 +335,7 @@ def _quark_rule(config: Config, names: Names) -> Config:
             "the checkpoint is quantized with quark, its experts in several steps, which is not supported; use one "
             "whose experts are quantized once."
         )
-    return weights
+    return weights if weights or _are_experts(names) else None
 
 
 def _quark(weights: Config) -> Reader:

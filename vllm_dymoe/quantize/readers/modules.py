@@ -124,18 +124,47 @@ def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
     It may use "re:" and an expression, wildcards, or parts of names. Only for modules whose tensors are not known;
     otherwise the tensors decide.
     """
-    experts = {name[: name.index(".experts.") + len(".experts")] for name in names}
+    whole, dotted = {module for name in names for module in _containers(name)}, [f".{name}." for name in names]
     for key in _EXCLUSIONS:
         for pattern in config.get(key) or ():
             if pattern.startswith("re:"):
                 found = matches(pattern[len("re:") :], names)
             elif "*" in pattern:
-                found = any(fnmatchcase(name, pattern) for name in experts)
+                found = any(fnmatchcase(name, pattern) for name in whole)
             else:
-                found = any(f".{pattern.strip('.')}." in f".{name}." for name in names)
+                part = f".{pattern.strip('.')}."
+                found = any(part in name for name in dotted)
             if found:
                 return True
     return False
+
+
+def _containers(name: str) -> Iterable[str]:
+    """Yield what a wildcard has to match.
+
+    It is the experts of a layer, or another matrix and the modules that contain it.
+    """
+    before, experts, _ = name.partition(".experts.")
+    if experts:
+        yield f"{before}.experts"
+        return
+    parts = name.split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdigit()), 0) + 2
+    yield from (".".join(parts[:length]) for length in range(first, len(parts) + 1))
+
+
+def dense_aliases(layer: int, part: str) -> tuple[str, ...]:
+    """Return the names of a matrix outside of experts.
+
+    Args:
+        part: "attention", "shared" experts, or "mlp" of a layer without experts.
+    """
+    tails = {
+        "attention": [f"{name}.o_proj" for name in ("self_attn", "attn", "attention")],
+        "shared": [f"{block}.{name}.down_proj" for block in _BLOCKS for name in ("shared_experts", "shared_expert")],
+        "mlp": [f"{block}.down_proj" for block in _BLOCKS],
+    }[part]
+    return tuple(f"{prefix}.layers.{layer}.{tail}" for prefix in _PREFIXES for tail in tails)
 
 
 @functools.cache

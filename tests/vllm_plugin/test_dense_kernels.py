@@ -23,7 +23,6 @@ from tests.quantize.readers import kinds
 from tests.quantize.readers.kinds import awq, compressed_tensors, gptq, random_integers
 from tests.vllm_plugin.test_prepare import configure
 from vllm_dymoe.kernels import native
-from vllm_dymoe.vllm_plugin import dense_kernels
 from vllm_dymoe.vllm_plugin.dense_kernels import register_kernels
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 
@@ -65,19 +64,8 @@ def _one_rank(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def amx(monkeypatch):
-    """Hide AMX from vLLM on any processor, and let a test pretend that there is one.
-
-    AMX would change which kernels are tried first.
-    """
-    state = {"found": False}
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: state["found"])
-    for name, ours in dense_kernels._REGISTERS.items():
-        known = getattr(registry, name, {})
-        others = {platform: [k for k in kernels if k.__name__ != ours] for platform, kernels in known.items()}
-        monkeypatch.setattr(registry, name, others, raising=False)
-    register_kernels()
-    return state
+def _hidden(amx):
+    """Every test has a processor without AMX, unless it changes ``amx``."""
 
 
 def load_layer(config, tensors, dtype, name="o_proj"):

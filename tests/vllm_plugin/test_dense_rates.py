@@ -29,9 +29,8 @@ def rates(said, folder):
     ("awq", "IntegerKernel"), ("gptq", "IntegerKernel"), ("compressed-tensors", "IntegerKernel"),
     ("fp8-blocks", "Fp8BlockKernel"), ("fp8-compressed-tensors", "Fp8Kernel"),
 ])  # fmt: skip
-def test_the_kernel_that_serves_is_timed(tmp_path, monkeypatch, kind, kernel):
+def test_the_kernel_that_serves_is_timed(tmp_path, amx, kind, kernel):
     """Without AMX it is the plugin's own."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = rates({**FLOATS, **{name: config for name, (config, *_) in INTEGERS.items()}}[kind], tmp_path)
     assert found["kernel"] == kernel
     assert len(found["rates"]) == len(ROWS)

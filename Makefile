@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 # ISA=avx2 holds torch, vLLM and the native kernel down, as on a processor without AVX-512.
 HELD := $(if $(filter avx2,$(ISA)),PYTHONPATH=$(CURDIR)/tests/support/without_avx512)
 PYTEST := $(ONE_THREAD) $(HELD) $(BIN)/python -m pytest
-NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_codebook.py test_native_planner.py) executor server vllm_plugin/test_dense_kernels.py e2e/test_models.py)
+NATIVE_TESTS := $(addprefix tests/,$(addprefix kernels/,test_kernels.py test_codebook.py test_native_planner.py) executor server $(addprefix vllm_plugin/,test_dense_kernels.py test_native_steps.py) e2e/test_models.py)
 # WITH=thread looks for races in place of faults of memory.
 WITH ?= address,undefined
 # PATHS=all compiles every instruction set, not only the portable one, which takes 2 minutes of a core in place of 20 s.
@@ -23,7 +23,7 @@ RUNTIMES := $(if $(filter thread,$(WITH)),tsan,asan ubsan) stdc++
 SANITIZE := ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1 \
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$(shell $(CXX) -print-file-name=lib$(name).so))" \
 	SANITIZED_LIBRARY=$(SANITIZED) PYTHONPATH=$(CURDIR)/tests/support/sanitized
-SANITIZED_TESTS := $(addprefix tests/,kernels/test_sanitized.py kernels/test_kernels.py kernels/test_codebook.py kernels/test_native_planner.py kernels/test_lattice.py executor/test_cpu_executor.py executor/test_cpu_worker.py)
+SANITIZED_TESTS := $(addprefix tests/,kernels/test_sanitized.py kernels/test_kernels.py kernels/test_codebook.py kernels/test_native_planner.py kernels/test_lattice.py executor/test_cpu_executor.py executor/test_cpu_worker.py vllm_plugin/test_native_steps.py)
 # Tests of a file share their engines; tests/conftest.py says which files come first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 FAST := $(PYTEST) -m "not engine" -n $(JOBS) --dist worksteal

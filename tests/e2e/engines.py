@@ -136,6 +136,16 @@ def answer(llm: Any, texts: list[Any], max_tokens: int = 32, logprobs: int | Non
     return [Answer.of(output.outputs[0]) for output in llm.generate(texts, sampling, use_tqdm=False)]
 
 
+def python_steps() -> Any:
+    """Context in which Python sees every layer.
+
+    Otherwise torch's operator runs a CPU's layers alone.
+    """
+    from vllm_dymoe.executor.host_planned import HostPlannedLayers
+
+    return mock.patch.object(HostPlannedLayers, "needs_python", True)
+
+
 @contextlib.contextmanager
 def recorded_layers(server: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the layers' outputs, whether the host or the device plans."""
@@ -155,7 +165,8 @@ def recorded_layers(server: Any) -> Iterator[list[torch.Tensor]]:
     for owner, name in ways:
         setattr(owner, name, recorded(getattr(owner, name)))
     try:
-        yield outputs
+        with python_steps():
+            yield outputs
     finally:
         for owner, name in ways:
             delattr(owner, name)
@@ -173,7 +184,8 @@ def resize(llm: Any, budget: str) -> None:
 def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any]) -> Any:
     """Return what ``ask`` returns, checked to be the same at every budget.
 
-    The outputs of all layers have to be the same bits, too.
+    The outputs of all layers have to be the same bits, too. On a CPU the answers of steps without Python are compared
+    as well.
     """
     server, want, want_layers = server_of(llm), None, []
     for budget in budgets:
@@ -189,6 +201,8 @@ def answers_at_budgets(llm: Any, budgets: Iterable[str], ask: Callable[[], Any])
             want, want_layers = got, layers
         assert got == want, budget
         assert same_bits(layers, want_layers), budget
+    llm.reset_prefix_cache()
+    assert ask() == want, "without Python"
     return want
 
 
@@ -237,7 +251,8 @@ def gates_compared(llm: Any, change: Callable[[Any], Any] = lambda gate: gate) -
 
     model.server.host_planned.forward = forward
     try:
-        yield shares
+        with python_steps():
+            yield shares
     finally:
         del model.server.host_planned.forward
 

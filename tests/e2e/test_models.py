@@ -20,6 +20,7 @@ from tests.e2e.engines import (
     check_first_logprobs_close,
     check_logprobs_close,
     gates_compared,
+    python_steps,
     random_prompts,
     resize,
     server_of,
@@ -216,7 +217,7 @@ def test_step_35_clamps_the_layers_that_its_checkpoint_names(tmp_path):
             return seen[-1][-1].bfloat16()
 
         original = planned.forward
-        with mock.patch.object(planned, "forward", forward):
+        with mock.patch.object(planned, "forward", forward), python_steps():
             answer(llm, random_prompts(), 2)
     assert {layer for layer, *_ in seen} == {1, 2}
     for layer, x, ids, weights, out in seen:

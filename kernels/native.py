@@ -6,6 +6,7 @@ The library is plain C over addresses and links neither torch nor OpenMP, so one
 It uses the threads of the OpenMP runtime that torch has loaded, so no second thread pool competes for the cores.
 """
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Sequence
@@ -353,11 +354,8 @@ def _openmp() -> int | None:
     takes precedence over torch's dependency, as it does for torch itself.
     """
     for name in (None, str(_TORCH)):
-        try:
-            function = ctypes.CDLL(name).GOMP_parallel
-        except (AttributeError, OSError):
-            continue
-        return ctypes.cast(function, c_void_p).value
+        with contextlib.suppress(AttributeError, OSError):
+            return _address(ctypes.CDLL(name), "GOMP_parallel")
     return None
 
 

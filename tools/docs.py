@@ -196,7 +196,7 @@ def starts() -> str:
         chosen = {subject: what for subject, (what, _) in found["why"].items()}
         settings = {f"--{name}": value for name, value in found["arguments"].items()}
         options = {name: value for name, value in found["options"].items() if name not in ("policy", "high", "low")}
-        said = [*(f"`{name} {value}`".replace(" `", "`") for name, value in settings.items()),
+        said = [*(f"`{' '.join(filter(None, (name, value)))}`" for name, value in settings.items()),
                 *(f"`{name}` {code(value)}" for name, value in options.items())]  # fmt: skip
         speed = f"{found['tokens_per_second']:.3g}"
         policy, best = f"`{chosen['policy']}`, {chosen['precision']}", f"{found['times_best']:.2f}"

@@ -5,7 +5,6 @@
 // arguments. torch's stable C interface is used by address, so that the library needs none of torch's headers.
 #pragma once
 #include <stdexcept>
-#include <string>
 #include "moe_layer.h"
 
 struct TorchFunctions {

@@ -158,13 +158,12 @@ class DymoeMoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the routed experts: x [tokens, hidden] to [tokens, hidden]."""
-        if torch.compiler.is_compiling():
-            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
-        rank_server = self.loading.rank_server
-        assert rank_server is not None, "vLLM runs a model before it has finished loading it"
-        if rank_server.native is not None:
-            return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
-        return rank_server.forward(self.layer, x, topk_weights, topk_ids)
+        if not torch.compiler.is_compiling():
+            rank_server = self.loading.rank_server
+            assert rank_server is not None, "vLLM runs a model before it has finished loading it"
+            if rank_server.native is None:
+                return rank_server.forward(self.layer, x, topk_weights, topk_ids)
+        return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
 
 
 def loading_of(config: VllmConfig) -> Loading | None:

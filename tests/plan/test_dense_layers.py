@@ -53,6 +53,12 @@ FORMATS = {  # quantization_config, and the format, bits and weights of what it 
     "awq, attention at 16 bits": (AWQ | {"modules_to_not_convert": ["self_attn", "gate"]}, "awq", 4.5, SHARED + MLP),
     "gptq": (GPTQ | {"group_size": 128}, "gptq at 4 bits in groups of 128", 4.125, ALL),
     "gptq, rules": (GPTQ | {"dynamic": {"-:.*shared_experts.*": {}}}, "gptq", 4.5, ATTENTION + MLP),
+    "gptq, a list": (
+        GPTQ | {"modules_in_block_to_quantize": ["self_attn.o_proj", "mlp.experts"]}, "gptq", 4.5, ATTENTION
+    ),
+    "gptq, a list of lists": (
+        GPTQ | {"modules_in_block_to_quantize": [["mlp.down_proj"], ["mlp.experts"]]}, "gptq", 4.5, MLP
+    ),
     "auto-round, rules": (
         INTEGERS["auto-round"][0] | {"extra_config": {".*shared_experts.*": {"bits": 16}}},
         "auto-round at 4 bits", 4.5, ATTENTION + MLP,

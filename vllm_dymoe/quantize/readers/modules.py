@@ -121,9 +121,14 @@ def matches(pattern: str, names: Collection[str], *, anywhere: bool = False) -> 
 def excluded(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether a configuration leaves a module at 16 bits.
 
-    It may use "re:" and an expression, wildcards, or parts of names. Only for modules whose tensors are not known;
+    It may use "re:" and an expression, wildcards, or parts of names. Or it lists what is quantized, by parts of names
+    (GPTQ's ``modules_in_block_to_quantize``, a list or a list of lists). Only for modules whose tensors are not known;
     otherwise the tensors decide.
     """
+    listed = config.get("modules_in_block_to_quantize") or ()
+    quantized = [part for entry in listed for part in ([entry] if isinstance(entry, str) else entry)]
+    if quantized and not any(part in name for part in quantized for name in names):
+        return True
     whole, dotted = {module for name in names for module in _containers(name)}, [f".{name}." for name in names]
     for key in _EXCLUSIONS:
         for pattern in config.get(key) or ():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cache.store.locks import RecordedLock
+from tests.cache.store.pinners import RecordedPinner
 from tests.cache.store.stores import damage, read, write
 from tests.executor.device_planned import run_device_planned, run_on_card
 from tests.executor.steps import STEPS, make_server, run
@@ -39,10 +39,10 @@ def folder(tmp_path_factory):
 def make_host_cache(folder):
     made = []
 
-    def make(nbytes, lock=None, timeout=None, depth=3):
+    def make(nbytes, pinner=None, timeout=None, depth=3):
         files = FileStore(folder)
         files.reading = Reading(depth=depth)
-        made.append(HostCache(files, nbytes, lock, timeout))
+        made.append(HostCache(files, nbytes, pinner, timeout))
         return made[-1]
 
     yield make
@@ -151,15 +151,15 @@ def test_a_slot_is_read_into_behind_the_last_copy_out_of_it(make_host_cache, mon
 @pytest.mark.parametrize("refuse", [0, 1, None])
 def test_what_cannot_be_locked_is_held_all_the_same(make_host_cache, monkeypatch, refuse):
     monkeypatch.setattr("vllm_dymoe.cache.host_slots._CHUNK", 64 << 10)
-    lock = RecordedLock(refuse=refuse)
-    host_cache = make_host_cache(share(1), lock)
-    assert host_cache.slots.pinned == sum(lock.pinned.values())
+    pinner = RecordedPinner(refuse=refuse)
+    host_cache = make_host_cache(share(1), pinner)
+    assert host_cache.slots.pinned == sum(pinner.pinned.values())
     assert (host_cache.slots.pinned == host_cache.slots.nbytes) == (refuse is None)
     with host_cache.hold(SliceKey(0, 0, 4)) as held:
-        assert held.pinned == any(at <= held.packed.data_ptr() < at + n for at, n in lock.pinned.items())
+        assert held.pinned == any(at <= held.packed.data_ptr() < at + n for at, n in pinner.pinned.items())
     assert ("staging buffers" in host_cache.description) == (refuse is not None)
     host_cache.close()
-    assert not lock.pinned
+    assert not pinner.pinned
 
 
 def test_budgets_that_cannot_work_are_refused_and_others_taken(make_host_cache):

@@ -195,19 +195,19 @@ def test_an_expert_outside_the_model_is_an_error_and_the_next_step_runs(memory_s
 def test_memory_for_a_device_is_pinned_until_the_server_is_closed_or_the_memory_gone(closed, reason, monkeypatch):
     """Otherwise a later server could not pin what is mapped there next."""
     calls = []
-    page_lock = SimpleNamespace(
-        lock=lambda address, nbytes: calls.append((address, nbytes)) or reason,
-        unlock=lambda address: calls.append(address),
+    pinner = SimpleNamespace(
+        pin=lambda address, nbytes: calls.append((address, nbytes)) or reason,
+        unpin=lambda address: calls.append(address),
     )
-    monkeypatch.setattr(expert_server, "CudaPageLock", lambda device: page_lock)
+    monkeypatch.setattr(expert_server, "CudaPinner", lambda device: pinner)
     parts = expert_server.Parts(torch.device("cpu"))
     parts.device = torch.device("cuda")
     memory = map_bytes(100)
     address = memory.data_ptr()
-    assert parts.lock(memory) == reason
+    assert parts.pin(memory) == reason
     assert calls == [(address, whole_pages(100))]
     if closed:
-        parts.unlock()
+        parts.unpin()
         assert calls[1:] == ([address] if reason is None else [])
     del memory
     assert calls[1:] == ([address] if reason is None else [])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cache.store.locks import RecordedLock
+from tests.cache.store.pinners import RecordedPinner
 from tests.cache.store.stores import write
 from tests.cli.checkpoints import EXPERTS as EXPERTS_OF_MODEL
 from tests.cli.checkpoints import HIDDEN, INTERMEDIATE, MOE_LAYERS, expert_tensors, make_model
@@ -51,21 +51,21 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def lock(monkeypatch):
-    lock = RecordedLock()
-    monkeypatch.setattr(model_store, "CudaPageLock", lambda device: lock)
-    return lock
+def pinner(monkeypatch):
+    pinner = RecordedPinner()
+    monkeypatch.setattr(model_store, "CudaPinner", lambda device: pinner)
+    return pinner
 
 
 @pytest.mark.parametrize(("device", "pinned"), [(CPU, 0), (CUDA, 2)])
-def test_memory_is_filled_and_locked_where_there_is_a_gpu(files, lock, device, pinned, capsys):
+def test_memory_is_filled_and_pinned_where_there_is_a_gpu(files, pinner, device, pinned, capsys):
     with_files = FileStore(files.folder)
     store, place = place_experts(files, PINNED, device, asked_for=False)
     assert isinstance(store, HostCache)
     assert store.whole
     assert store.readable
     assert place == PINNED
-    assert len(lock.pinned) == pinned
+    assert len(pinner.pinned) == pinned
     for key in all_keys(store.experts):
         packed = torch.empty(store.experts.formats[key.bits].nbytes, dtype=torch.uint8)
         with_files.read_into(key, packed)
@@ -75,17 +75,17 @@ def test_memory_is_filled_and_locked_where_there_is_a_gpu(files, lock, device, p
     store.close()
 
 
-def test_memory_that_cannot_be_locked_is_refused_where_it_was_asked_for(files, lock):
+def test_memory_that_cannot_be_pinned_is_refused_where_it_was_asked_for(files, pinner):
     assert place_experts(files, HostPlace(False), CUDA, asked_for=False) == (files, HostPlace(False))
-    assert lock.calls == []
-    lock._refuse = 1
+    assert pinner.calls == []
+    pinner._refuse = 1
     with pytest.raises(StoreError, match="CUDA error 2"):
         place_experts(files, PINNED, CUDA, asked_for=True)
-    assert not lock.pinned
+    assert not pinner.pinned
 
 
-def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, lock):
-    lock._refuse = 0
+def test_and_otherwise_it_is_held_behind_buffers_and_the_line_says_why(files, pinner):
+    pinner._refuse = 0
     store, place = place_experts(files, PINNED, CUDA, asked_for=False)
     assert isinstance(store, HostCache)
     assert (store.whole, store.readable, store.slots.pinned) == (True, False, 0)

@@ -19,7 +19,7 @@ from vllm_dymoe.cache.expert_cache import Fetch
 from vllm_dymoe.cache.host_slots import HostSlots
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.delivery import CpuDelivery
 from vllm_dymoe.cache.transfer.engine import TransferEngine
@@ -59,16 +59,16 @@ class HostCache(HostStore):
         self,
         files: FileStore,
         nbytes: int,
-        page_lock: CudaPageLock | None = None,
+        pinner: CudaPinner | None = None,
         timeout: float | None = None,
         shared: SharedMemory | None = None,
         *,
         fills: bool = False,
     ) -> None:
-        self.experts, self.files, self._page_lock, self._shared = files.experts, files, page_lock, shared
+        self.experts, self.files, self._pinner, self._shared = files.experts, files, pinner, shared
         self.engine = TransferEngine(_DiskDelivery(files), files.depth, timeout=timeout, waiters_move=False)
         try:
-            self.slots = HostSlots(self.experts, nbytes, page_lock, self.engine, shared, touches=not fills)
+            self.slots = HostSlots(self.experts, nbytes, pinner, self.engine, shared, touches=not fills)
         except BaseException:
             self.engine.close()
             _unshare(shared)
@@ -82,18 +82,18 @@ class HostCache(HostStore):
 
     @property
     def readable(self) -> bool:
-        return self.whole and (self._page_lock is None or self.slots.pinned == self.slots.nbytes)
+        return self.whole and (self._pinner is None or self.slots.pinned == self.slots.nbytes)
 
     @property
     def description(self) -> str:
         slots, where = self.slots, "not pinned: there is no CUDA device"
-        if self._page_lock is not None:
+        if self._pinner is not None:
             where = "pinned"
             if slots.pinned < slots.nbytes:
                 where = f"{size(slots.pinned)} of it pinned, the rest behind staging buffers: {slots.refused}"
-            if self._page_lock.node is not None:
+            if self._pinner.node is not None:
                 near = "on" if slots.unbound is None else "not near the GPU on"
-                where += f", {near} NUMA node {self._page_lock.node}{f' ({slots.unbound})' if slots.unbound else ''}"
+                where += f", {near} NUMA node {self._pinner.node}{f' ({slots.unbound})' if slots.unbound else ''}"
         said = f"{size(slots.nbytes)} of host memory ({where}{', shared by ranks' if self._shared is not None else ''})"
         if self.whole:
             return said
@@ -140,7 +140,7 @@ class HostCache(HostStore):
         """
         with self._changed:
             held = self.slots.held.get(key)
-            return held is not None and held.kept and (self._page_lock is None or held.slot.pinned)
+            return held is not None and held.kept and (self._pinner is None or held.slot.pinned)
 
     @contextlib.contextmanager
     def _hold(self, key: SliceKey, projections: range, wait: bool) -> Iterator[Slot]:
@@ -251,7 +251,7 @@ class HostCache(HostStore):
                 raise
 
     def _make_slots(self, nbytes: int, shared: SharedMemory | None = None, *, fills: bool = False) -> None:
-        given = self.experts, nbytes, self._page_lock, self.engine, shared, self.slots.counts
+        given = self.experts, nbytes, self._pinner, self.engine, shared, self.slots.counts
         self.slots = HostSlots(*given, touches=not fills)
 
     def sleep(self) -> None:

@@ -15,7 +15,7 @@ from vllm_dymoe.cache.expert_cache import ExpertCache, Fetch, Fetcher
 from vllm_dymoe.cache.pages import available_host_memory, whole_pages
 from vllm_dymoe.cache.slots import Arena, SlotPool
 from vllm_dymoe.cache.store import HostMemoryError, smallest_host_cache
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.cache.transfer.engine import TransferEngine
 from vllm_dymoe.cache.transfer.ticket import ALL, Reason, State, Ticket
@@ -56,7 +56,7 @@ class HostSlots:
         self,
         experts: ModelExperts,
         nbytes: int,
-        page_lock: CudaPageLock | None,
+        pinner: CudaPinner | None,
         engine: TransferEngine,
         shared: SharedMemory | None = None,  # memory for everything that other processes share
         counts: HostCacheCounts | None = None,  # counts to continue
@@ -94,10 +94,10 @@ class HostSlots:
                     each = whole_pages(fmt.nbytes)
                     most = max(1, _CHUNK // each)
                     for first in range(0, count, most):
-                        arenas.append(arena := Arena(min(most, count - first) * each, page_lock, shared))
+                        arenas.append(arena := Arena(min(most, count - first) * each, pinner, shared))
                         if touches and not found:  # a machine short of memory would kill the process later
                             arena.memory.fill_(0)
-                        self.refused = self.refused or arena.lock()
+                        self.refused = self.refused or arena.pin()
                     reserved = int(table.quotas[np.array(experts.kinds) == kind].sum())
                     pools.append(SlotPool(fmt, arenas[begin:], reserved, slot_bytes=each, lends=True))
                 self._serve(bits, table, SlotPool.of_kinds(experts.formats[bits], pools))

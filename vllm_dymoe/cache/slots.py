@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_dymoe.cache.pages import drop_pages, map_bytes, prefer_node, whole_pages
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.store.shared import SharedMemory
 from vllm_dymoe.experts.format import ExpertFormat, PackedExpert
 
@@ -31,40 +31,40 @@ class Arena:
     def __init__(
         self,
         nbytes: int,
-        page_lock: CudaPageLock | None = None,
+        pinner: CudaPinner | None = None,
         shared: SharedMemory | None = None,
         *,
         device: torch.device | None = None,
     ) -> None:
-        self._page_lock, self._shared, self._device = page_lock, shared, device
-        self._unlock: weakref.finalize[[int], Arena] | None = None
+        self._pinner, self._shared, self._device = pinner, shared, device
+        self._unpin: weakref.finalize[[int], Arena] | None = None
         self.unbound: str | None = None
         if device is not None:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         elif shared is not None:
-            self.memory = shared.map(nbytes, pinned=page_lock is not None)
+            self.memory = shared.map(nbytes, pinned=pinner is not None)
         else:
             self.memory = map_bytes(nbytes)
-        if page_lock is not None and page_lock.node is not None:
-            self.unbound = prefer_node(self.memory, page_lock.node)
+        if pinner is not None and pinner.node is not None:
+            self.unbound = prefer_node(self.memory, pinner.node)
 
     @property
     def pinned(self) -> bool:
         """Whether a device's copy engine can read it directly."""
-        return self._unlock is not None
+        return self._unpin is not None
 
-    def lock(self) -> str | None:
+    def pin(self) -> str | None:
         """Pin the memory, once its pages exist.
 
         Returns the reason why that failed, or None.
         """
-        if self._page_lock is None or self.memory.numel() == 0:
+        if self._pinner is None or self.memory.numel() == 0:
             return None
         address = self.memory.data_ptr()
-        reason = self._page_lock.lock(address, whole_pages(self.memory.numel()))
+        reason = self._pinner.pin(address, whole_pages(self.memory.numel()))
         if reason is None:
-            self._unlock = weakref.finalize(self, self._page_lock.unlock, address)
-            self._unlock.atexit = False  # at exit, the operating system does this
+            self._unpin = weakref.finalize(self, self._pinner.unpin, address)
+            self._unpin.atexit = False  # at exit, the operating system does this
         return reason
 
     def close(self) -> None:
@@ -73,9 +73,9 @@ class Arena:
         An abandoned transfer may hold a view of it for a moment. Memory shared with other processes is freed with its
         last view.
         """
-        if self._unlock is not None:
-            self._unlock()
-            self._unlock = None
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         if self._device is not None:
             self.memory.untyped_storage().resize_(0)
         elif self._shared is None:  # torch does not resize a storage that NumPy has seen

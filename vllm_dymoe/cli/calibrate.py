@@ -13,7 +13,7 @@ import typer
 import vllm_dymoe
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, whole_host_cache
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cli.display import byte_progress, count_progress
 from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.options import ConfigError, Options
@@ -57,9 +57,7 @@ def measure(folder: Path, link: str | None) -> None:
     given = {"high": bits[0], "low": bits[1] if len(bits) > 1 else 0, "link_gbps": link and parse_rate(link) / 1e9}
     options = Options.model_validate({"misses": "share", "expert_budget": "100%", **given})
     with byte_progress(f"Reading {folder.name} into memory", files.experts.stored_nbytes) as progress:
-        store = HostCache(
-            files, whole_host_cache(files.experts), CudaPageLock(device) if device.type == "cuda" else None
-        )
+        store = HostCache(files, whole_host_cache(files.experts), CudaPinner(device) if device.type == "cuda" else None)
         store.fill(progress)
     (folder / RATES).unlink(missing_ok=True)
     server = ExpertServer(store, options, device, rates=folder / RATES)

@@ -25,7 +25,7 @@ class CpuExecution:
     """CPU execution of one rank's misses.
 
     Args:
-        lock: pins memory for the device; returns the reason why that failed, or None.
+        pin: pins memory for the device; returns the reason why that failed, or None.
         on_late: called with a message if the CPU has not answered the device in time.
         kept: file that stores the rates between starts; None to measure them every time.
         ends_long_kernels: the device has a display watchdog, so the wait for an answer must end before it.
@@ -40,7 +40,7 @@ class CpuExecution:
 
     def __init__(
         self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
-        lock: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
+        pin: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
         *, ends_long_kernels: bool = False,
     ) -> None:  # fmt: skip
         experts = store.experts
@@ -53,7 +53,7 @@ class CpuExecution:
             timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=ends_long_kernels)
             how = cpu_worker_threads(device.type), timeout, options.activations
             try:
-                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, lock, on_late, spins=spins(device.type))
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, pin, on_late, spins=spins(device.type))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',

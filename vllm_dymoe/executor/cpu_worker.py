@@ -86,7 +86,7 @@ class CpuQueue:
         timeout: seconds that an answer may take; 0 for no limit.
         activations: bits of the activations that codes are multiplied with.
         spins: threads spin between two answers while steps follow, and do not sleep; see :func:`spins`.
-        lock: pins memory for the device; returns the reason why that failed, or None.
+        pin: pins memory for the device; returns the reason why that failed, or None.
         on_failure: called with a message when an answer is given up, before the device continues.
 
     Attributes:
@@ -102,7 +102,7 @@ class CpuQueue:
 
     def __init__(
         self, experts: ModelExperts, tokens: int, threads: int, timeout: float, activations: int, device: torch.device,
-        lock: Callable[[Tensor], str | None] = lambda memory: None,
+        pin: Callable[[Tensor], str | None] = lambda memory: None,
         on_failure: Callable[[str], None] = lambda sentence: None, *, spins: bool = False,
     ) -> None:  # fmt: skip
         fmt = next(iter(experts.formats.values()))
@@ -110,7 +110,7 @@ class CpuQueue:
         shape = QueueShape(2 * MOST_PARTS * len(experts.layers) + 2, *sizes)
         memory = map_bytes(shape.nbytes)
         memory.zero_()
-        if (reason := lock(memory)) is not None:
+        if (reason := pin(memory)) is not None:
             raise OSError(f"a CPU queue of {shape.nbytes} bytes cannot be pinned for the device ({reason})")
         self.queue, self.threads, self.activations, self._timeout = (
             QueueMemory(shape, memory),

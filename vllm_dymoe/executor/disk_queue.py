@@ -35,7 +35,7 @@ class DiskQueue:
             else is read into this object's own memory, which has room for a layer's experts.
         timeout: seconds that the reads of a layer may take; None for no limit.
         device: of the plans.
-        lock: pins memory for the device; returns the reason why that failed, or None.
+        pin: pins memory for the device; returns the reason why that failed, or None.
 
     Attributes:
         turn: int64 [3] on the device: the last number posted, the running layer's number or 0, and the queue's address.
@@ -47,7 +47,7 @@ class DiskQueue:
     """
 
     def __init__(
-        self, store: HostStore, timeout: float | None, device: torch.device, lock: Callable[[Tensor], str | None]
+        self, store: HostStore, timeout: float | None, device: torch.device, pin: Callable[[Tensor], str | None]
     ) -> None:
         self._store, self._timeout, experts = store, timeout, store.experts
         shape = QueueShape(_DEPTH, experts.num_experts, 1, experts.num_experts, 4, torch.bfloat16)
@@ -58,7 +58,7 @@ class DiskQueue:
         self._memory = memory, map_bytes(count * each)
         self._landing = list(self._memory[1][: count * each].view(count, each))  # free places of the largest slice
         for some in self._memory:
-            if (reason := lock(some)) is not None:
+            if (reason := pin(some)) is not None:
                 raise OSError(f"{some.numel()} bytes for reading from disk cannot be pinned for the device ({reason})")
         self.queue, self._library = QueueMemory(shape, memory), native_library()
         self.turn = torch.tensor([0, 0, self.queue.address], device=device)

@@ -31,7 +31,7 @@ from vllm_dymoe.cache.migration import Agree, Migration
 from vllm_dymoe.cache.pages import whole_pages
 from vllm_dymoe.cache.store import FileStore, HostStore, StoreError
 from vllm_dymoe.cache.store.memory import host_memory_bytes
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.transfer import TransferEngine, make_engine
 from vllm_dymoe.executor.copy_branch import Branch, make_branch
 from vllm_dymoe.executor.cpu_execution import CpuExecution
@@ -87,22 +87,22 @@ class Parts:
 
         return TritonKernels(kernel, experts, SMALL_BATCH_ROWS)
 
-    def lock(self, memory: torch.Tensor) -> str | None:
-        """Pin memory for the device, until :meth:`unlock` or the tensor's end.
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Pin memory for the device, until :meth:`unpin` or the tensor's end.
 
         Returns:
             the reason why that failed, or None.
         """
         if self.device.type == "cpu":
             return None
-        page_lock, address = CudaPageLock(self.device), memory.data_ptr()
-        reason = page_lock.lock(address, whole_pages(memory.numel()))
+        pinner, address = CudaPinner(self.device), memory.data_ptr()
+        reason = pinner.pin(address, whole_pages(memory.numel()))
         if reason is None:
-            self._pinned.append(weakref.finalize(memory, page_lock.unlock, address))
+            self._pinned.append(weakref.finalize(memory, pinner.unpin, address))
             self._pinned[-1].atexit = False  # at exit, the operating system does this
         return reason
 
-    def unlock(self) -> None:
+    def unpin(self) -> None:
         """Unpin all memory; otherwise what is mapped there later could not be pinned."""
         while self._pinned:
             self._pinned.pop()()
@@ -224,9 +224,9 @@ class ExpertServer:
             decoding = _make_decode_kernel(parts, self.kernel, self.experts, options, policy, all_experts)
         if decoding is not None and not store.readable:
             waits = longest_wait(options.transfer_timeout_s, ends_long_kernels=watched) or None
-            self.disk_queue = _make_disk_queue(store, waits, device, parts.lock)
+            self.disk_queue = _make_disk_queue(store, waits, device, parts.pin)
             decoding = decoding.with_disk(self.disk_queue)
-        execution = options, store, self.engine, device, parts.lock, on_late, rates
+        execution = options, store, self.engine, device, parts.pin, on_late, rates
         self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched)
         self.unasked = ""
         """Why no predictor is asked; empty if one is where the policy has one."""
@@ -645,7 +645,7 @@ class ExpertServer:
             self.disk_queue.close()
         self.engine.close()
         self.cpu_execution.close()
-        self._parts.unlock()
+        self._parts.unpin()
         self.cache.pools.free()
         if not keep_store:
             self.store.close()

@@ -13,7 +13,7 @@ from vllm_dymoe.options import ConfigError, Options, cache_folder, store_root
 from vllm_dymoe.plan.choice import chunk_of
 from vllm_dymoe.plan.device import Device, find_device
 from vllm_dymoe.plan.machine import KEPT, Probe, kept_machine
-from vllm_dymoe.plan.model import shape_of
+from vllm_dymoe.plan.model import read_shape
 from vllm_dymoe.plan.start import read_model
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.units import size
@@ -33,8 +33,8 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
     measured = measured_device(model.model, options)
     try:
         device = measured or find_device(current_platform.get_device_name(), None)
-        shape = shape_of(model.hf_text_config.to_dict(), model.model)
-    except ConfigError as error:
+        shape = read_shape(model.model)
+    except (ConfigError, CheckpointError) as error:
         logger.info("vllm-dymoe: --max-num-batched-tokens is left to vLLM, because %s", error)
         return None
     usable = int(config.cache_config.gpu_memory_utilization * device.memory * _SHARE) - shape.dense_bytes

@@ -36,7 +36,7 @@ from vllm_dymoe.cache.store import (
     choose_host_place,
 )
 from vllm_dymoe.cache.store.disk import Reading
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.store.shared import SharedMemory, Turn
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.durable import all_leftovers, clean, leftovers, read_regular, write_synced
@@ -576,10 +576,10 @@ def place_experts(
     """
     if not place.host_cache:
         return files, place
-    lock = CudaPageLock(device) if device.type == "cuda" else None
+    pinner = CudaPinner(device) if device.type == "cuda" else None
     try:
         shares = shared if place.pinned else None
-        host_cache = HostCache(files, place.host_cache, lock, timeout, shares, fills=place.pinned)
+        host_cache = HostCache(files, place.host_cache, pinner, timeout, shares, fills=place.pinned)
         if place.pinned and asked_for and (refused := host_cache.slots.refused) is not None:
             host_cache.release()
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

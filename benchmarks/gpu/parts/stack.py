@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_dymoe.cache.host_cache import HostCache
 from vllm_dymoe.cache.store import FileStore, HostStore, Manifest, whole_host_cache
-from vllm_dymoe.cache.store.page_lock import CudaPageLock
+from vllm_dymoe.cache.store.pinning import CudaPinner
 from vllm_dymoe.cache.store.writer import StoreWriter
 from vllm_dymoe.experts.format import SliceKey
 from vllm_dymoe.kernels import Activation, Decode, Grouped, expert_reference
@@ -39,7 +39,7 @@ def pinned_store(model: Model, bits: Sequence[int], seed: int = 0) -> HostStore:
     """Return a store in pinned memory, filled from files as at a start."""
     with tempfile.TemporaryDirectory() as folder:
         files = file_store(model, bits, Path(folder) / "store", seed)
-        host_cache = HostCache(files, whole_host_cache(files.experts), CudaPageLock(DEVICE))
+        host_cache = HostCache(files, whole_host_cache(files.experts), CudaPinner(DEVICE))
         host_cache.fill()
     return host_cache
 

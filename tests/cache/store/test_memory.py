@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cache.store.locks import RecordedLock
+from tests.cache.store.pinners import RecordedPinner
 from tests.cache.store.stores import damage, read
 from tests.small_model import make_experts
 from vllm_dymoe.cache import slots
@@ -40,26 +40,26 @@ def large(tmp_path):
 @pytest.mark.parametrize("refuse", [None, 2])
 def test_memory_takes_what_was_reserved_and_goes_back_to_the_policy(large, refuse, monkeypatch):
     monkeypatch.setattr("vllm_dymoe.cache.host_slots._CHUNK", 4 << 20)
-    lock, told = RecordedLock(refuse=refuse), []
+    pinner, told = RecordedPinner(refuse=refuse), []
     reserved = sum(large.experts.nbytes(bits) for bits in large.experts.formats)
     before = rss()
-    store = HostCache(large, whole_host_cache(large.experts), lock)
+    store = HostCache(large, whole_host_cache(large.experts), pinner)
     assert not store.readable
     store.fill(told.append)
     assert sum(told) == reserved
     assert store.readable == (refuse is None)
     assert reserved <= store.slots.nbytes == whole_host_cache(large.experts) < reserved + len(told) * mmap.PAGESIZE
-    assert sum(lock.pinned.values()) == store.slots.pinned
+    assert sum(pinner.pinned.values()) == store.slots.pinned
     assert rss() - before < reserved + 8 * 2**20, "threads and their buffers take some"
     for key in all_keys(large.experts):
         assert torch.equal(store.packed(key), read(large, key))
         assert store.packed(key).data_ptr() % 256 == 0
         with store.hold(key) as held:
-            assert held.pinned == any(at <= held.packed.data_ptr() < at + n for at, n in lock.pinned.items())
+            assert held.pinned == any(at <= held.packed.data_ptr() < at + n for at, n in pinner.pinned.items())
     before = rss()
     del held
     store.close()
-    assert not lock.pinned
+    assert not pinner.pinned
     gc.collect()
     assert before - rss() > 0.9 * reserved, "the memory is the policy's again"
 
@@ -68,18 +68,18 @@ def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_files_that_are_damaged_leave_nothing_locked(large):
+def test_files_that_are_damaged_leave_nothing_pinned(large):
     damage(large.folder / file_name(3), 4096 + 100, b"\xff\xfe\xff")
-    lock = RecordedLock()
+    pinner = RecordedPinner()
     with pytest.raises(StoreError, match=r"00003.*corrupted"):
-        HostCache(FileStore(large.folder), whole_host_cache(large.experts), lock).fill()
-    assert lock.calls
-    assert not lock.pinned
+        HostCache(FileStore(large.folder), whole_host_cache(large.experts), pinner).fill()
+    assert pinner.calls
+    assert not pinner.pinned
 
 
 def test_memory_says_where_it_is(large, monkeypatch):
-    def described(**lock):
-        host_cache = HostCache(FileStore(large.folder), whole_host_cache(large.experts), RecordedLock(**lock))
+    def described(**pinner):
+        host_cache = HostCache(FileStore(large.folder), whole_host_cache(large.experts), RecordedPinner(**pinner))
         said = host_cache.description
         host_cache.close()
         return said

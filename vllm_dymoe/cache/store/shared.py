@@ -197,7 +197,7 @@ class SharedMemory:
         self._name = f"dymoe-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
         self._turn, self._file, self._begin, self.found = turn, -1, 0, False
         self._offer: Offer | None = None  # None until it is published
-        self._locked = False  # a driver has locked the memory, which requires that it is writable
+        self._pinned = False  # a driver has pinned the memory, which requires that it is writable
 
     def begin(self, nbytes: int) -> None:
         """Find the copy, or allocate ``nbytes`` for one while no other process does.
@@ -207,7 +207,7 @@ class SharedMemory:
         self.close()
         self._turn.begin()
         with self._refusals():
-            self._file, self._begin, self._locked = self._find(nbytes), 0, False
+            self._file, self._begin, self._pinned = self._find(nbytes), 0, False
         self.found = self._file >= 0
         if not self.found:
             with self._refusals():
@@ -221,7 +221,7 @@ class SharedMemory:
         Pages that another process has filled are read-only, unless a driver has to pin them, which requires writable
         pages.
         """
-        self._locked |= pinned
+        self._pinned |= pinned
         part = map_file(self._file, nbytes, self._begin, writable=pinned or not self.found)
         self._begin += nbytes
         return part
@@ -233,7 +233,7 @@ class SharedMemory:
         """
         with self._refusals():
             if not self.found:
-                seals = fcntl.F_SEAL_SEAL | (0 if self._locked else _FUTURE_WRITE)
+                seals = fcntl.F_SEAL_SEAL | (0 if self._pinned else _FUTURE_WRITE)
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
             self._offer = Offer(self._name, self._file)
         self._turn.end()

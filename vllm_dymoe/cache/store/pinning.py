@@ -13,7 +13,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PORTABLE_AND_MAPPED = 1 | 2
 
 
-class CudaPageLock:
+class CudaPinner:
     """Pins host memory for one device, with ``cudaHostRegister``.
 
     Attributes:
@@ -27,7 +27,7 @@ class CudaPageLock:
         place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         self.node = node_of(place)
 
-    def lock(self, address: int, nbytes: int) -> str | None:
+    def pin(self, address: int, nbytes: int) -> str | None:
         """Pin whole pages; return the reason why pinning failed, or None."""
         with torch.cuda.device(self._device):
             code = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
@@ -36,8 +36,8 @@ class CudaPageLock:
         self._clear_error()
         return f"CUDA error {int(code)}: {self._runtime.cudaGetErrorString(code)}"
 
-    def unlock(self, address: int) -> None:
-        """Undo ``lock``, once the device no longer reads."""
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``, once the device no longer reads."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if int(self._runtime.cudaHostUnregister(address)) != 0:

@@ -193,7 +193,7 @@ class Options(BaseModel):
     high: Literal[16, 8, 4, 2] = 4
     """Bits per weight of the high precision."""
     low: Literal[8, 4, 2, 0] = 0
-    """Bits per weight of the low precision; 0 skips experts that are wanted low. The default for dymoe is 2."""
+    """Bits of the low precision; 0 skips experts that are wanted low. dymoe and adaptive have 2 if it is not set."""
     group_size: Literal[32, 64, 128] = 64
     """Number of weights along the input dimension that share a scale and a zero."""
     quantizer: Literal["rtn", "hqq", "gptq", "e8"] = "rtn"
@@ -205,7 +205,8 @@ class Options(BaseModel):
     expert_budget: ExpertBudget = AUTO
     """Device memory for experts on each rank: see [the budget](#the-budget)."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
-    """Where packed experts are stored: on disk, in pinned memory, or (auto) in pinned memory if there is room."""
+    """Where packed experts are stored: on disk, or in pinned memory. "auto" pins on a GPU if there is room. With duoserve,
+    and with `misses` "compute" or "share", the default is "pinned"."""
     host_memory: ExpertBudget = AUTO
     """Host memory for experts on each rank: "auto", bytes ("16GiB"), or a share of all experts."""
     checksums: Literal["first", "always"] = "first"

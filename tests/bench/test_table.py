@@ -55,7 +55,7 @@ def test_counts_add_up_and_sizes_do_not():
 def test_every_share_is_of_what_it_says():
     measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
     fast = {**measured, "decode_tokens_per_second": 2 * measured["decode_tokens_per_second"]}
-    bounds = Bounds(link=1e9, memory=1e9, token_bytes={4: 1e7}, expert_bytes={4: 2_000_000})
+    bounds = Bounds(link=1e9, memory=1e9, token_bytes={(4, 16): 1e7, (4, 8): 5e6}, expert_bytes={4: 2_000_000})
     cells, _ = lines([row("exact", measured), row("full load, 4 bits", fast)], bounds)
     assert cells["of full load"] == "50%"
     assert cells["hits"] == "75.0%"
@@ -66,6 +66,21 @@ def test_every_share_is_of_what_it_says():
     assert cells["memory used"] == "", "of a batch"
     (cells,) = lines([row("exact", measured, batch=1)], bounds)
     assert cells["memory used"] == "50%"  # 10 MB in 20 ms
+    (cells,) = lines([row("exact", measured, batch=1, options={"high": 4, "dense": 8})], bounds)
+    assert cells["memory used"] == "25%", "8-bit dense layers are half as large"
+
+
+def test_a_row_is_compared_with_the_full_load_of_its_own_precision():
+    measured = summarise([answers()]) | {"peak_device_bytes": 9e6}
+    rate = measured["decode_tokens_per_second"]
+    loads = [{}, {"dense": 8}, {"high": 8}, {"group_size": 32}]
+    rows = [
+        row(f"full load {number}", {**measured, "decode_tokens_per_second": rate * (number + 1)}, options=options)
+        for number, options in enumerate(loads)
+    ]  # fmt: skip
+    rows += [row("exact", measured, options={**options, "host_store": "pinned"}) for options in loads]
+    cells = lines(rows, Bounds())
+    assert [line["of full load"] for line in cells] == ["100%"] * 4 + ["100%", "50%", "33%", "25%"]
 
 
 def test_an_emulated_link_is_the_bound_and_random_prompts_have_no_hits():
@@ -88,7 +103,7 @@ def test_both_tables_fit_a_terminal_of_80_columns_without_a_broken_word(monkeypa
         row("full load, 4 bits, dense 8", measured, budget="100%"),
         row("on-demand, misses share", measured, batch=16),
     ]
-    body = lines(rows, Bounds(link=1e9, memory=1e9, token_bytes={4: 1e6}, expert_bytes={4: 10**9}))
+    body = lines(rows, Bounds(link=1e9, memory=1e9, token_bytes={(4, 16): 1e6}, expert_bytes={4: 10**9}))
     for columns in for_terminals(body):
         print_table("", columns, [[line[name] for name in columns] for line in body])
         printed = capsys.readouterr().out

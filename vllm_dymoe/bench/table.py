@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_dymoe.bench.cases import digest, full_load
 from vllm_dymoe.bench.rows import Row, is_full_load
 
 _NAMES = ("policy", "budget", "link MB/s", "batch")
@@ -21,24 +22,32 @@ class Bounds:
 
     link: float | None = None  # bytes per second of the link, if it is not emulated
     memory: float | None = None  # bytes per second of device memory
-    token_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Bytes that a step of one request has to read, by bit-width, if the model is known."""
+    token_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Bytes that a step of one request has to read, by bits of experts and of dense layers, if the model is known."""
     expert_bytes: Mapping[int, int] = field(default_factory=dict)  # bytes of one expert, by bit-width
 
 
-def bits_of(row: Row) -> int:
-    """Return the bits of the high precision.
+def options_of(row: Row) -> Mapping[str, Any]:
+    """Return the options of a row; a peer computes at 16 bits unless it says otherwise."""
+    found: Mapping[str, Any] = row["options"] or {"high": 16}
+    return found
 
-    A peer computes at 16 bits unless it says otherwise.
-    """
-    return int((row["options"] or {"high": 16}).get("high", 4))
+
+def bits_of(row: Row) -> int:
+    """Return the bits of the high precision."""
+    return int(options_of(row).get("high", 4))
+
+
+def _reference(row: Row) -> tuple[str, int]:
+    """Return a key of the full load that a row is compared with."""
+    return digest(full_load(options_of(row)).options), row["batch"]
 
 
 def numbers(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, Any]]:
     """Return the numbers of each row, by column; None where a number does not exist."""
     rows = [row for row in rows if row["kind"] == "speed"]
-    full = {(bits_of(row), row["batch"]): row["measured"] for row in filter(is_full_load, rows)}
-    return [_numbers(row, bounds, full.get((bits_of(row), row["batch"]), {})) for row in rows]
+    full = {_reference(row): row["measured"] for row in filter(is_full_load, rows)}
+    return [_numbers(row, bounds, full.get(_reference(row), {})) for row in rows]
 
 
 def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -61,7 +70,8 @@ def _numbers(row: Row, bounds: Bounds, full_load: Row) -> dict[str, Any]:
     emulated, moved, seconds = options.get("link_gbps"), decode.get("bytes_moved"), measured.get("decode_seconds")
     link = emulated * 1e9 if emulated else bounds.link
     tokens = 1e6 * max(1, measured.get("decode_tokens", 1))
-    token_bytes = bounds.token_bytes.get(bits) if row["batch"] == 1 else None  # with a larger batch, experts coincide
+    read = bounds.token_bytes.get((bits, options.get("dense", 16)))
+    token_bytes = read if row["batch"] == 1 else None  # with a larger batch, experts coincide
     held, widths = decode.get("resident_experts", {}), {"high": bits, "low": options.get("low", 0)}
     resident = sum(count * bounds.expert_bytes.get(widths[precision], 0) for precision, count in held.items())
     return {

@@ -133,7 +133,10 @@ class Bench:
         (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
         bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
-        tokens = {width: self.shape.token_bytes(nbytes) for width, nbytes in slices.items()}
+        tokens = {
+            (width, dense): self.shape.token_bytes(nbytes, dense)
+            for width, nbytes in slices.items() for dense in (8, 16)
+        }  # fmt: skip
         return Bounds(found["link_bytes_per_second"], found["memory_bytes_per_second"], tokens, slices)
 
 

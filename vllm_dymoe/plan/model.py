@@ -96,9 +96,9 @@ class ModelShape:
         plain = self.token_weights - held.weights - tied * self.vocabulary * self.hidden
         return plain * (16 - bits) // 8 + held.weights * ITEM - held.nbytes
 
-    def token_bytes(self, expert_bytes: float) -> float:
+    def token_bytes(self, expert_bytes: float, dense: int) -> float:
         """Return the bytes of device memory that a decode step of one request reads."""
-        return self.read_of_dense(16) + self.moe_layers * self.top_k * expert_bytes
+        return self.read_of_dense(dense) + self.moe_layers * self.top_k * expert_bytes
 
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         def make(width: int) -> ExpertFormat:

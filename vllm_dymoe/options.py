@@ -205,8 +205,9 @@ class Options(BaseModel):
     expert_budget: ExpertBudget = AUTO
     """Device memory for experts on each rank: see [the budget](#the-budget)."""
     host_store: Literal["auto", "file", "pinned"] = "auto"
-    """Where packed experts are stored: on disk, or in pinned memory. "auto" pins on a GPU if there is room. With duoserve,
-    and with `misses` "compute" or "share", the default is "pinned"."""
+    """Where packed experts are stored: on disk, or in pinned memory. "auto" pins on a GPU if there is room. If it is
+    not set, duoserve, and `misses` "compute" and "share", have "pinned".
+    """
     host_memory: ExpertBudget = AUTO
     """Host memory for experts on each rank: "auto", bytes ("16GiB"), or a share of all experts."""
     checksums: Literal["first", "always"] = "first"

@@ -7,9 +7,9 @@
     python benchmarks/serve/serve.py page                  # the tables of README.md
 
 ``speeds`` measures every combination of the options that are open on a CPU, with `vllm-dymoe bench`, and the machine
-before each. Medians of --rounds count. A run ends after --minutes, and the next one continues it. ``costs`` measures
-vLLM's own work in a step. ``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in
-results.json.
+before each. What is chosen for a number of requests is what ``serve --max-num-seqs`` chooses for them. Medians of
+--rounds count. A run ends after --minutes, and the next one continues it. ``costs`` measures vLLM's own work in a step.
+``starts`` and ``prefixes`` measure how long starts and prompts take. Results are kept in results.json.
 """
 
 import argparse
@@ -55,6 +55,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"expert_budget": "auto", "host_store": "auto"},
 )
 QUOTED = 24  # layers of Qwen3-30B-A3B's sizes whose second start is measured: what fits into memory here
+PAUSE = 6.0  # seconds in which the system takes back free memory
 MOST = 1.2  # filling memory may take this many times as long as reading the bytes once
 
 
@@ -113,15 +114,21 @@ def speeds(name: str, work: Path, results: Results, rounds: int, end: float) -> 
             runs[json.dumps(of)].append({"measured": measured, "planned": planned(machines[-1], model, of)})
     if not machines:
         return False
-    start = choose(machines[0], model, Asked(max_model_len=LENGTH))
-    settled = {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
+    chosen = {batch: chosen_options(machines[0], model, batch) for batch in BATCHES}
     kept = [
-        {"options": of, "chosen": all(settled[key] == value for key, value in of.items()), "runs": runs[json.dumps(of)]}
+        {"options": of, "runs": runs[json.dumps(of)],
+         "chosen_for": [batch for batch in BATCHES if all(chosen[batch][key] == value for key, value in of.items())]}
         for of in options if runs[json.dumps(of)]
     ]  # fmt: skip
-    told = {"machine": machines[0].model_dump(), "chosen": dict(start.options), "rows": kept}
+    told = {"machine": machines[0].model_dump(), "rows": kept}
     results.keep("speeds", {**results.of.get("speeds", {}), name: told})
     return complete
+
+
+def chosen_options(machine: Machine, model: Model, requests: int) -> dict[str, Any]:
+    """Return all options of ``vllm-dymoe serve MODEL --max-num-seqs REQUESTS``."""
+    start = choose(machine, model, Asked(max_model_len=LENGTH, max_num_seqs=requests))
+    return {"high": 4, "dense": 16, "expert_budget": "auto", "host_store": "auto", **start.options}
 
 
 def planned(machine: Machine, model: Model, options: Mapping[str, Any]) -> dict[str, float]:
@@ -217,9 +224,10 @@ def forget(folder: Path) -> None:
 
 
 def fills(work: Path, results: Results) -> None:
-    """Measure filling memory as a second start does, and its two components.
+    """Measure filling host memory in a second start, and reading its bytes once.
 
-    These are touching as much fresh memory, and reading the same bytes once. The three take turns.
+    Filled is once memory that the process has already, and once memory that it takes from the system meanwhile, as a
+    start does. The three take turns, with a pause in which the system can take back what the one before has freed.
     """
     folder = work / "store" / "sizes"
     model = read_model(str(folder_of(WIDE, work)))
@@ -227,13 +235,15 @@ def fills(work: Path, results: Results) -> None:
     experts = type(experts)(tuple(range(QUOTED)), experts.num_experts, experts.top_k, experts.formats)
     if not (folder / "dymoe_experts.json").is_file():
         random_store(experts, StoreWriter(folder, Manifest(experts, "dummy", "sizes")), 0).close()
+    parts = {"reads": read_once, "fills_touched": fill_touched, "fills": fill}
     rows = []
     for _ in range(3):
-        forget(folder)
-        reads = _seconds(lambda: read_once(folder))
-        forget(folder)
-        touches = _seconds(lambda: touch(experts.stored_nbytes))
-        rows.append({"reads": reads, "touches": touches, "fills": _seconds(lambda: fill(folder))})
+        seconds = {}
+        for name, part in parts.items():
+            forget(folder)
+            time.sleep(PAUSE)
+            seconds[name] = part(folder)
+        rows.append(seconds)
     results.keep("fills", {"layers": QUOTED, "nbytes": experts.stored_nbytes, "cores": os.cpu_count(), "rows": rows})
 
 
@@ -243,8 +253,8 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def read_once(folder: Path) -> None:
-    """Read a store's files past the page cache, in large pieces, several at once."""
+def read_once(folder: Path) -> float:
+    """Return the seconds of reading a store past the page cache, in large pieces."""
     from concurrent.futures import ThreadPoolExecutor
 
     from vllm_dymoe.cache.pages import map_bytes
@@ -263,26 +273,28 @@ def read_once(folder: Path) -> None:
                 read_direct(file, buffers[number], begin)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(read, range(8)))
+        seconds = _seconds(lambda: list(pool.map(read, range(8))))
     for file, _ in files:
         os.close(file)
+    return seconds
 
 
-def touch(nbytes: int) -> None:
-    """Take memory from the system, as a start does, and give it back."""
-    from vllm_dymoe.cache.pages import map_bytes
-
-    piece = 1 << 28
-    for memory in [map_bytes(min(piece, nbytes - begin)) for begin in range(0, nbytes, piece)]:
-        memory.fill_(0)
+def fill_touched(folder: Path) -> float:
+    """Return the seconds of filling host memory that was touched before."""
+    return _fill(folder, touched=True)
 
 
-def fill(folder: Path) -> None:
-    """Fill host memory from a store, as a start with ``host_store`` "pinned" does."""
+def fill(folder: Path) -> float:
+    """Return the seconds of filling host memory, as ``host_store`` "pinned" does."""
+    return _fill(folder, touched=False)
+
+
+def _fill(folder: Path, *, touched: bool) -> float:
     store = FileStore(folder)
-    cache = HostCache(store, whole_host_cache(store.experts), fills=True)
-    cache.fill()
+    cache = HostCache(store, whole_host_cache(store.experts), fills=not touched)
+    seconds = _seconds(cache.fill)
     cache.close()
+    return seconds
 
 
 def prefixes(work: Path, results: Results) -> None:
@@ -307,8 +319,8 @@ def page(results: Results) -> None:
         put(HERE / "README.md", "speeds", _speeds(of["speeds"]))
     if "costs" in of:
         put(HERE / "README.md", "costs", _costs(of["costs"]))
-    if "starts" in of:
-        put(HERE / "README.md", "starts", _starts(of["starts"], cores))
+    if "starts" in of and "fills" in of:
+        put(HERE / "README.md", "starts", _starts(of["starts"], of["fills"], cores))
     if "fills" in of:
         put(HERE / "README.md", "fills", _fills(of["fills"]))
     if "prefixes" in of:
@@ -326,9 +338,10 @@ def _median(row: Mapping[str, Any], batch: int, value: Callable[[float, float], 
 def _speeds(of: Mapping[str, Any]) -> str:
     summary, plans, texts = [], [], []
     heads = [f"{batch} at once" for batch in BATCHES]
-    for name in (name for name in NAMES if any(row["chosen"] for row in of.get(name, {"rows": ()})["rows"])):
+    for name in (name for name in NAMES if name in of):
         rows = of[name]["rows"]
-        (mine,) = [row for row in rows if row["chosen"]]
+        if {batch for row in rows for batch in row["chosen_for"]} != set(BATCHES):
+            continue  # an incomplete run
 
         def speed(row: Mapping[str, Any], batch: int) -> float:
             return _median(row, batch, lambda _, measured: measured)
@@ -336,16 +349,19 @@ def _speeds(of: Mapping[str, Any]) -> str:
         def both(row: Mapping[str, Any], batch: int) -> str:
             return f"{_median(row, batch, lambda planned, _: planned):.0f}, {speed(row, batch):.0f}"
 
-        shares = [f"{speed(mine, batch) / max(speed(row, batch) for row in rows):.0%}" for batch in BATCHES]
-        summary.append([name, f"`{json.dumps(mine['options'])}`", str(len(rows)), *shares])
-        ratios = [_median(mine, batch, lambda planned, measured: planned / measured) for batch in BATCHES]
-        plans.append([name, *(f"{both(mine, batch)} ({r:.2f})" for batch, r in zip(BATCHES, ratios, strict=True))])
+        chosen = [next(row for row in rows if batch in row["chosen_for"]) for batch in BATCHES]
+        pairs = list(zip(chosen, BATCHES, strict=True))
+        shares = [f"{speed(mine, batch) / max(speed(row, batch) for row in rows):.0%}" for mine, batch in pairs]
+        summary.append([name, str(len(rows)), *shares])
+        ratios = [_median(mine, batch, lambda planned, measured: planned / measured) for mine, batch in pairs]
+        plans.append([name, *(f"{both(*pair)} ({ratio:.2f})" for pair, ratio in zip(pairs, ratios, strict=True))])
         lines = [
-            [f"`{json.dumps(row['options'])}`" + " **chosen**" * row["chosen"], *(both(row, at) for at in BATCHES)]
+            [f"`{json.dumps(row['options'])}`"]
+            + [both(row, batch) + " **chosen**" * (batch in row["chosen_for"]) for batch in BATCHES]
             for row in rows
         ]
         texts.append(f"{name}: planned, measured tokens/s of each request\n\n{markdown(['options', *heads], lines)}")
-    first = markdown(["model", "chosen", "of", *heads], summary)
+    first = markdown(["model", "combinations", *heads], summary)
     second = markdown(["model", *heads], plans)
     return (
         f"The measured speed of what is chosen, as a share of the best combination's:\n\n{first}\n\n"
@@ -373,35 +389,35 @@ def _costs(of: Mapping[str, Any]) -> str:
     return f"Operations: {said}.\n\n{markdown(heads, lines)}"
 
 
-def _starts(of: Mapping[str, Any], cores: str) -> str:
+def _starts(of: Mapping[str, Any], fills: Mapping[str, Any], cores: str) -> str:
+    weights = fills["layers"] * of["weights"][WIDE] / LAYERS
+    read = weights / statistics.median(row["reads"] for row in fills["rows"])  # weights per second
     lines = []
     for name, (first, second) in of["models"].items():
         rate = of["weights"][name] / first["experts"] / of["cores"]
         label = f"{LAYERS} layers of Qwen3-30B-A3B's sizes" if name == WIDE else name
         lines.append([label, f"{first['experts']:.1f}", f"{second['experts']:.1f}", f"{first['engine']:.0f}",
-                      f"{second['engine']:.0f}", f"{of['weights'][name] / 16 / rate:.1f}"])  # fmt: skip
+                      f"{second['engine']:.0f}", f"{of['weights'][name] / 16 / rate:.1f}",
+                      f"{of['weights'][name] / read:.1f}"])  # fmt: skip
     heads = [cores, "experts ready, first start, s", "second", "first answer, first start, s", "second",
-             "first start with 16 cores, by count, s"]  # fmt: skip
+             "experts ready with 16 cores, by count, first start, s", "second"]  # fmt: skip
     return markdown(heads, lines)
 
 
 def _fills(of: Mapping[str, Any]) -> str:
-    ratios = [row["fills"] / row["reads"] for row in of["rows"]]
-    lines = [
-        [f"{row[name]:.2f}" for name in ("reads", "touches", "fills")] + [f"{ratio:.2f}"]
-        for row, ratio in zip(of["rows"], ratios, strict=True)
-    ]
+    names = "reads", "fills_touched", "fills"
+    lines = [[f"{row[name]:.2f}" for name in names] for row in of["rows"]]
     heads = [
         "read once past the page cache, s",
-        "fresh memory touched, s",
-        "second start fills memory, s",
-        "fill / read",
+        "second start, memory taken before, s",
+        "second start, memory taken meanwhile, s",
     ]
+    touched, whole = (statistics.median(row[name] / row["reads"] for row in of["rows"]) for name in names[1:])
     return (
         f"{of['layers']} layers, {of['nbytes'] / 1e9:.1f} GB:\n\n{markdown(heads, lines)}\n\n"
-        f"Filling takes {statistics.median(ratios):.2f} times as long as reading (median); the aim is {MOST}. Reading "
-        "uses the same 32 MB again and again; a start has to take its memory from the system. This virtual machine "
-        "returns free memory to its host, and what comes back costs more than reading "
+        f"Reading and verifying take {touched:.2f} times as long as reading once (median); the aim is {MOST}. With the "
+        f"memory that a start takes from the system meanwhile, it is {whole:.2f} times: this virtual machine returns "
+        "free memory to its host, and what comes back costs more than reading "
         "([LOG.md](../LOG.md#filling-memory-at-start-without-touching-it-before))."
     )
 

@@ -28,8 +28,8 @@ class Bounds:
 
 
 def options_of(row: Row) -> Mapping[str, Any]:
-    """Return the options of a row; a peer computes at 16 bits unless it says otherwise."""
-    found: Mapping[str, Any] = row["options"] or {"high": 16}
+    """Return a row's options; a peer has none, and computes at 16 bits."""
+    found: Mapping[str, Any] = {"high": 16} if row["options"] is None else row["options"]
     return found
 
 

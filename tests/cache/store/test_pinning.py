@@ -99,7 +99,7 @@ def test_the_device_is_told_and_waited_for_before_it_forgets(monkeypatch):
 
 
 def test_an_error_of_the_device_is_a_reason_and_is_cleared(monkeypatch):
-    """CUDA keeps its last error until the next launch, so the pinner launches a kernel."""
+    """CUDA keeps its last error until the next launch, so a kernel is launched."""
     cuda = Cuda(monkeypatch, Server(code=2))
     assert cuda.pinner.pin(4096, 8192) == "CUDA error 2: error 2 in words"
     assert cuda.calls[-1] == ("launch",)

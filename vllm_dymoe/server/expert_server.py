@@ -179,6 +179,7 @@ class ExpertServer:
         on_late: called with a message if the CPU has not answered the device in time.
         training_bytes: device memory for training a predictor, part of the budget.
         predictor_room: device memory for the trained predictor, part of the budget.
+        machine_ranks: ranks of this machine, which share its cores.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class ExpertServer:
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
         predictor_room: int = 0,
+        machine_ranks: int = 1,
         decode: Decode = Decode.PLAIN,  # another way only if a self-test has found it right on this device
         grouped: Grouped = Grouped.PLAIN,  # likewise
     ) -> None:
@@ -227,7 +229,7 @@ class ExpertServer:
             self.disk_queue = _make_disk_queue(store, waits, device, parts.pin)
             decoding = decoding.with_disk(self.disk_queue)
         execution = options, store, self.engine, device, parts.pin, on_late, rates
-        self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched)
+        self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched, ranks=machine_ranks)
         self.unasked = ""
         """Why no predictor is asked; empty if one is where the policy has one."""
         if self._plain_cpu and self.engine.occupies_cores:

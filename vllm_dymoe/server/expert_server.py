@@ -267,7 +267,8 @@ class ExpertServer:
 
         On a ValueError the old budget stays: the value is invalid, cannot hold one expert of each precision, exceeds
         the device's memory, is automatic for a number of requests that the start did not know, or a read that was given
-        up has not ended yet.
+        up has not ended yet. If the new slots could not be filled and the old ones cannot be either, the message says
+        so, and every step fails until a resize succeeds.
         """
         parsed, at_start = ExpertBudget.parse(budget), self.options.expert_budget.requests
         if parsed.requests not in (1, at_start):
@@ -400,7 +401,8 @@ class ExpertServer:
         """Replace the slots; hotness is kept unless ``forgets``.
 
         The old slots are freed first, so that only one arena exists at a time. ConfigError if they cannot be freed now,
-        or if there is no memory; the server then continues with as many slots as before.
+        or if the new ones cannot be filled; the server then continues with as many slots as before. If these cannot be
+        filled either, there are none (:attr:`no_slots`) until another call succeeds.
         """
         self._check_awake(f"a change of {what}")
         bits = slot_bits(self.experts, options, policy.precision.precisions)
@@ -415,8 +417,15 @@ class ExpertServer:
         before.cache.pools.free()
         try:
             self._serving = self._allocate(options, policy, plan, None if forgets else before)
-        except ConfigError:
-            self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
+        except ConfigError as error:
+            try:
+                self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
+            except ConfigError as again:
+                raise ConfigError(
+                    f"{error} The slots before it cannot be allocated again either, so every request fails until "
+                    "expert_budget is set again.",
+                    option=error.option,
+                ) from again
             raise
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
@@ -568,6 +577,18 @@ class ExpertServer:
     @property
     def budget(self) -> Budget:
         return self._serving.cache.budget
+
+    @property
+    def no_slots(self) -> str:
+        """Why there are no slots, so that no step can run; empty if there are."""
+        if self.cache.pools:
+            return ""
+        if self.asleep:
+            return "vllm-dymoe: the engine sleeps and has no slots for experts; wake it up first."
+        return (
+            "vllm-dymoe: there are no slots for experts, because a change failed and the slots before it could not be "
+            "allocated again; set expert_budget again."
+        )
 
     @property
     def host_planned(self) -> HostPlannedLayers:

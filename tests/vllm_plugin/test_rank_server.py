@@ -370,3 +370,16 @@ def test_a_read_that_does_not_end_fails_steps_until_the_ranks_can_start_over(mem
     assert out.any()
     server.check_integrity()
     server.close(keep_store=True)
+
+
+@pytest.mark.parametrize("misses", ["compute", "fetch"])
+def test_a_router_may_give_weights_of_16_bits(memory_store, misses):
+    """Also where experts have to be fetched, so that the layer is not one native call."""
+    x, weights, ids = random_step(1, 3, memory_store.experts)
+    weights, outputs = weights.bfloat16(), []
+    for given in (weights, weights.float()):
+        rank = rank_of(make_server(memory_store, "25%", misses=misses))
+        rank.begin_step(scheduled(1, 1, 1))
+        rank.end_native()
+        outputs.append(rank.forward(LAYER, x, given, ids))
+    assert torch.equal(*outputs)

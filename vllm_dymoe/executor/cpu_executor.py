@@ -199,8 +199,6 @@ class CpuExecutor:
             TransferError: a page of a mapped file could not be read.
         """
         x, ids, weights, on_input = routing.x, routing.ids, routing.weights, routing.weights_on_input
-        if weights.dtype is not torch.float32:  # some routers give 16 bits
-            weights = weights.float()
         if activation is not self._activation:
             self._check(x, activation)
         if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):

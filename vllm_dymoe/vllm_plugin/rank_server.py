@@ -84,13 +84,14 @@ class RankServer:
 
         Args:
             x: [rows, hidden], like the result.
-            weights: float32 [rows, top_k].
+            weights: float [rows, top_k].
             ids: int [rows, top_k], over the experts of all ranks.
 
         Raises:
             TransferError: in a warm-up that no other rank waits for.
         """
         server, step, rows = self.server, self.step, x.shape[0]
+        weights = weights.float()  # some routers give 16 bits
         tokens, training = step.real(rows), self.training
         draft = layer.position >= self._num_layers
         if training is not None and not draft and (step.phase is Phase.DECODE or is_captured(x)):

@@ -11,10 +11,12 @@ vLLM collects only one rank's output. Another rank leaves its message in the pro
 it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -192,9 +194,11 @@ def update_from_output(
     outputs = update(scheduler, step, output)
     for request in failed:
         client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        # vLLM's front end takes an output without pooled data for a completion's, and would end.
+        pooled = None if request.pooling_params is None else torch.empty(0)
         ended = EngineCoreOutput(
             request.request_id, [], finish_reason=request.get_finished_reason(), stop_reason=output.failure,
-            events=request.take_events(), trace_headers=request.trace_headers,
+            pooling_output=pooled, events=request.take_events(), trace_headers=request.trace_headers,
         )  # fmt: skip
         client.outputs.append(ended)
     return outputs
@@ -207,11 +211,34 @@ def raise_failure(output: Any) -> None:
     """
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
-            try:
-                from vllm.exceptions import GenerationError
-            except ImportError:  # vLLM before 0.32
-                from vllm.entrypoints.openai.engine.protocol import GenerationError
-            raise GenerationError(completion.stop_reason)
+            _raise(completion.stop_reason)
+
+
+def keep_failure(output: Any, failure: str) -> None:
+    """Keep the error message of a failed vllm.PoolingRequestOutput, for ``raise_pooling_failure``."""
+    output.dymoe_failure = failure
+
+
+def raise_pooling_failure(output: Any) -> None:
+    """Raise GenerationError if a vllm.PoolingRequestOutput has failed."""
+    if failure := getattr(output, "dymoe_failure", None):
+        _raise(failure)
+
+
+async def checked(outputs: AsyncGenerator[Any, None], check: Callable[[Any], None]) -> AsyncIterator[Any]:
+    """Yield outputs after checking each; an error of the check closes their generator."""
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            check(output)
+            yield output
+
+
+def _raise(failure: str) -> NoReturn:
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:  # vLLM before 0.32
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    raise GenerationError(failure)
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:

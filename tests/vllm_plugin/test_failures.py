@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 from vllm import PoolingParams, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -19,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
@@ -180,9 +181,9 @@ def test_ranks_of_a_pipeline_may_be_in_different_steps(ranks):
     assert last.finish(output()).failure == "the second step"
 
 
-def make_scheduler(kind):
+def make_scheduler(kind, **settings):
     apply_patches()
-    config = configure({}, enable_prefix_caching=True, max_num_batched_tokens=128, max_num_seqs=4)
+    config = configure({}, enable_prefix_caching=True, max_num_batched_tokens=128, max_num_seqs=4, **settings)
     config.scheduler_config.async_scheduling = kind is AsyncScheduler
     config.cache_config.num_gpu_blocks = 64
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -271,6 +272,37 @@ def test_a_request_that_was_aborted_meanwhile_leaves_no_prefix_behind():
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert update(scheduler, step, "the sentence") == ([], {})
     assert cached_tokens(scheduler) == 0
+
+
+@pytest.mark.parametrize("failure", [None, "the sentence"])
+def test_what_a_failed_step_wrote_is_not_found_outside_of_the_device(failure):
+    """vLLM's connector has begun to store it when the failure becomes known, and ends a step later."""
+    scheduler = make_scheduler(Scheduler, kv_offloading_size=0.01)
+    scheduler.add_request(request("a"))
+    step = scheduler.schedule()
+    stored = step.kv_connector_metadata.store_jobs
+    assert stored
+    update(scheduler, step, failure)
+    following = scheduler.schedule()
+    stored = dict.fromkeys(stored | following.kv_connector_metadata.store_jobs, 1)
+    done = KVConnectorOutput(kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=stored))
+    names = list(following.num_scheduled_tokens)
+    indices = {name: index for index, name in enumerate(names)}
+    tokens = [[5] for _ in names]
+    scheduler.update_from_output(following, ModelRunnerOutput(names, indices, tokens, kv_connector_output=done))
+    probe = request("probe")
+    scheduler.add_request(probe)
+    found, _ = scheduler.connector.get_num_new_matched_tokens(probe, 0)
+    assert found == (0 if failure else len(PROMPT))
+
+
+@pytest.mark.parametrize("confirms", [True, False, None])
+def test_a_connector_that_may_keep_it_is_named(monkeypatch, said, confirms):
+    scheduler = make_scheduler(Scheduler, kv_offloading_size=0.01)
+    monkeypatch.setattr(scheduler.connector, "reset_cache", lambda: confirms)
+    scheduler.add_request(request("a"))
+    update(scheduler, scheduler.schedule(), "the sentence")
+    assert any("OffloadingConnector did not confirm" in text for _, text in said) is not bool(confirms)
 
 
 def completion(finish_reason, stop_reason):

@@ -178,7 +178,7 @@ def make_step_failures(
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """End the requests of a failed step, and clear the prefix cache of its blocks.
+    """End the requests of a failed step, and clear all caches of what it computed.
 
     vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
     preempted meanwhile it is unknown which blocks the failed step should have filled, so all of them are removed.
@@ -190,6 +190,7 @@ def update_from_output(
     manager = scheduler.kv_cache_manager
     if manager.enable_caching:
         manager.evict_blocks(set(range(len(manager.block_pool.blocks))))
+    _clear(scheduler.connector)
     logger.error("%s The %d requests of this step end with this error.", output.failure, len(failed))
     outputs = update(scheduler, step, output)
     for request in failed:
@@ -239,6 +240,19 @@ def _raise(failure: str) -> NoReturn:
     except ImportError:  # vLLM before 0.32
         from vllm.entrypoints.openai.engine.protocol import GenerationError
     raise GenerationError(failure)
+
+
+def _clear(connector: Any) -> None:
+    """Clear what a KV connector, if there is one, stores outside of the device.
+
+    It is storing the failed step's blocks already. Connectors that only send to other engines confirm nothing.
+    """
+    if connector is not None and not connector.reset_cache():
+        logger.error(
+            "vllm-dymoe: the KV connector %s did not confirm that it has dropped what the failed step computed. If it "
+            "stores KV caches, clear its storage: later requests with the same beginning may get wrong answers.",
+            type(connector).__name__,
+        )
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:

@@ -274,6 +274,21 @@ def test_a_request_that_was_aborted_meanwhile_leaves_no_prefix_behind():
     assert cached_tokens(scheduler) == 0
 
 
+def test_what_may_have_read_blocks_of_a_request_that_was_aborted_meanwhile_ends():
+    """Nobody knows these blocks any more, but a request without blocks cannot have read them."""
+    scheduler = make_scheduler(AsyncScheduler)
+    scheduler.add_request(request("a"))
+    failing = scheduler.schedule()
+    scheduler.add_request(request("reader"))
+    following = scheduler.schedule()
+    assert [new.num_computed_tokens for new in following.scheduled_new_reqs] == [64]
+    scheduler.add_request(request("later"))
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert update(scheduler, failing, "the sentence")[1] == {"reader": "the sentence"}
+    assert update(scheduler, following) == ([], {})
+    assert scheduler.schedule().num_scheduled_tokens == {"later": 80}
+
+
 @pytest.mark.parametrize("failure", [None, "the sentence"])
 def test_what_a_failed_step_wrote_is_not_found_outside_of_the_device(failure):
     """vLLM's connector has begun to store it when the failure becomes known, and ends a step later."""

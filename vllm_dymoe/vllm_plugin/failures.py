@@ -185,7 +185,7 @@ def update_from_output(
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
-    ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, _blocks_written(scheduler, step))
+    ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, step)
     failed: list[Request] = scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
     manager = scheduler.kv_cache_manager
     if manager.enable_caching:
@@ -269,13 +269,16 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
     return written - {0}  # block 0 means "no block"
 
 
-def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Return running requests that use one of ``blocks``.
+def _readers_of(scheduler: Any, step: SchedulerOutput) -> set[str]:
+    """Return requests that may use KV cache blocks that a step wrote to.
 
-    A request that was scheduled since the failed step may have found them in the cache.
+    A request that was scheduled since may have found them in the cache. If a request of the step has ended or was
+    preempted meanwhile, it is unknown which blocks it had: then all requests that have blocks are returned.
     """
-    return {
-        request.request_id
-        for request in scheduler.running
-        if any(not blocks.isdisjoint(group) for group in scheduler.kv_cache_manager.get_block_ids(request.request_id))
-    }
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching:
+        return set()
+    used = {name: set().union(*manager.get_block_ids(name)) for name in scheduler.requests}
+    written = _blocks_written(scheduler, step)
+    known = all(used.get(name) for name in step.num_scheduled_tokens)
+    return {name for name, blocks in used.items() if (blocks & written if known else blocks)}

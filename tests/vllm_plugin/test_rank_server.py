@@ -147,12 +147,13 @@ class Runner:
         return object()
 
 
-def served_by(runner, rank):
+def served_by(runner, rank, runner_type="generate"):
     """Return vLLM's worker in its wrapper, with only the plugin's patches."""
     apply_patches()
     config = DymoeConfig()
     config.loading = SimpleNamespace(rank_server=rank)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config), model_runner=runner)
+    vllm_config = SimpleNamespace(quant_config=config, model_config=SimpleNamespace(runner_type=runner_type))
+    worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
     worker.execute_model = runner.execute_model
     worker.sample_tokens = lambda grammar: Worker.sample_tokens(worker, grammar)
     wrapper = SimpleNamespace(worker=worker, _apply_mm_cache=lambda scheduler_output: None)
@@ -197,6 +198,21 @@ def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_
         _, *ended = listener.heard
         assert ended == [True, f"forget {number}"]
         listener.heard.clear()
+
+
+def test_an_early_stage_of_a_pooling_model_ends_its_step_without_sampling():
+    """It has no output, and vLLM samples nothing; a failure must not remain for later steps."""
+    rank = rank_of(Server(TransferError("the disk is on fire")))
+
+    class Stage(Runner):
+        def execute_model(self, *arguments):
+            forward(rank)
+            return super().execute_model(*arguments)
+
+    wrapper = served_by(Stage(rank), rank, "pooling")
+    assert wrapper.execute_model(scheduled(3)) is None
+    assert rank.step.warming_up
+    assert rank.failures.sentence is None
 
 
 def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(said):

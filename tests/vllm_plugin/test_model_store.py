@@ -205,6 +205,12 @@ def test_a_store_is_found_again_and_a_mere_copy_of_the_model_finds_it(model, tmp
     assert store.folder == first.folder
 
 
+def test_a_model_in_the_working_folder_has_its_folders_name(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(model.folder)
+    store, _ = load(dataclasses.replace(model, folder=Path(".")), tmp_path / "cache")
+    assert store.folder.parent.name.startswith("model-")
+
+
 def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model, tmp_path):
     """Times are equal in reproducible images, in Nix and squashfs, or after ``touch``."""
     first, _ = load(model, tmp_path / "cache")

@@ -315,7 +315,7 @@ class ModelStore:
     @property
     def _folder(self) -> Path:
         root, model, spec = store_root(self._options.store_dir), self._manifest.model, self.layers[0]
-        name = f"{Path(self._vllm_config.model_config.model).name}-{model}"
+        name = f"{Path(os.path.abspath(self._vllm_config.model_config.model)).name}-{model}"
         # Equal weights under another name, such as a copy, have the same store.
         found = sorted(folder.name for folder in root.glob(f"*-{model}")) if root.is_dir() else []
         return root / (name if name in found or not found else found[0]) / f"rank-{spec.rank}-{spec.expert_rank}"

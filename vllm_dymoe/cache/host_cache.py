@@ -192,7 +192,13 @@ class HostCache(HostStore):
         Raises StoreError if files cannot be read; the store is then closed. ``progress`` is called with each number of
         bytes read.
         """
+        try:
+            self._read_all(progress)
+        except BaseException:
+            self.close()
+            raise
 
+    def _read_all(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         found = self._shared is not None and self._shared.found
 
         def read(fetch: Fetch) -> int:
@@ -204,16 +210,12 @@ class HostCache(HostStore):
             return packed.numel()
 
         there = self.slots.assign_all()
-        try:
-            with self.files.reading_all(), self._threads() as pool:
-                for nbytes in pool.map(read, there):
-                    progress(nbytes)
-            if self._shared is not None:
-                self._shared.publish()
-            self.slots.publish_all()
-        except BaseException:
-            self.close()
-            raise
+        with self.files.reading_all(), self._threads() as pool:
+            for nbytes in pool.map(read, there):
+                progress(nbytes)
+        if self._shared is not None:
+            self._shared.publish()
+        self.slots.publish_all()
         self.whole = True
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -268,16 +270,18 @@ class HostCache(HostStore):
     def wake(self) -> None:
         """Allocate as much memory as before.
 
-        It is filled if it held all slices before, and otherwise empty. Errors are as at start.
+        It is filled if it held all slices before, and otherwise empty. Errors are as at start; after one the memory is
+        free again, and ``wake`` may be called again.
         """
         try:
             with self._changed:
                 self._make_slots(self.slots.limit, self._shared if self.whole else None, fills=self.whole)
+            if self.whole:
+                self._read_all()
         except BaseException:
+            self.slots.close()
             _unshare(self._shared)
             raise
-        if self.whole:
-            self.fill()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """Append another store, with the host memory of both; see the base class.

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
-from vllm_dymoe.cache.host_slots import HostSlots
+from vllm_dymoe.cache.host_slots import HostSlots, check_free
+from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.pinning import CudaPinner
@@ -242,6 +243,7 @@ class HostCache(HostStore):
 
         HostMemoryError if there is no room for two slices of each version, or no memory; then the old budget stays.
         """
+        self.check_resize(nbytes)
         before = self.slots.limit
         with self._changed:
             self.sleep()
@@ -251,6 +253,11 @@ class HostCache(HostStore):
             except HostMemoryError:
                 self._make_slots(before)
                 raise
+
+    def check_resize(self, nbytes: int) -> None:
+        """Raise HostMemoryError if there is no room for another budget; nothing changes."""
+        freed = 0 if self._shared is not None else self.slots.nbytes
+        check_free(self.experts, nbytes, available_host_memory() + freed)
 
     def _make_slots(self, nbytes: int, shared: SharedMemory | None = None, *, fills: bool = False) -> None:
         given = self.experts, nbytes, self._pinner, self.engine, shared, self.slots.counts

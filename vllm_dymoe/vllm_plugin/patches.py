@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import Module
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
+from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare, rank_calls
 from vllm_dymoe.vllm_plugin.automatic_budget import leave_room
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -195,6 +195,12 @@ def _make_parallel(
 
 
 _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
+
+
+_replaces(
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor", "collective_rpc",
+    "an executor that reads every rank's reply before it raises an error",
+)(rank_calls.collective_rpc)  # fmt: skip
 
 
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)

@@ -326,8 +326,8 @@ def _add_worker_methods(config: VllmConfig) -> None:
         parallel.worker_extension_cls = WORKER_EXTENSION
     elif parallel.worker_extension_cls != WORKER_EXTENSION:
         logger.info(
-            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are missing; "
-            "derive your class from %s to have both.",
+            "vllm-dymoe: worker_extension_cls is %s; unless it is derived from %s, there are no dymoe_stats and no "
+            "dymoe_resize, and no counts on /metrics.",
             parallel.worker_extension_cls,
             WORKER_EXTENSION,
         )

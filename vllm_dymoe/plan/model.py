@@ -133,10 +133,14 @@ def read_shape(model: str) -> ModelShape:
     return replace(shape, held=held, unknown=shape.unknown or unknown, dtype=dtype)
 
 
-def config_folder(model: str) -> Path:
+def config_folder(model: str, revision: str | None = None, token: str | bool | None = None) -> Path:
     """Return a model's folder, or one into which its config.json is fetched.
 
     It is fetched from Hugging Face's hub, or from ModelScope if vLLM uses that.
+
+    Args:
+        revision: vLLM's ``--revision``.
+        token: vLLM's ``--hf-token``.
 
     Raises:
         ConfigError: there is no folder, and config.json cannot be fetched.
@@ -144,7 +148,7 @@ def config_folder(model: str) -> Path:
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
-            folder = _fetch_config(model)
+            folder = _fetch_config(model, revision, token)
         except Exception as error:
             raise ConfigError(
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
@@ -153,7 +157,7 @@ def config_folder(model: str) -> Path:
     return folder
 
 
-def _fetch_config(model: str) -> Path:
+def _fetch_config(model: str, revision: str | None, token: str | bool | None) -> Path:
     """Return the folder of a model's config.json.
 
     It comes from ModelScope where vLLM would take the model from there.
@@ -161,10 +165,10 @@ def _fetch_config(model: str) -> Path:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
         from modelscope.hub.snapshot_download import snapshot_download
 
-        return Path(snapshot_download(model_id=model, allow_patterns=["config.json"]))
+        return Path(snapshot_download(model_id=model, revision=revision, allow_patterns=["config.json"]))
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(model, "config.json")).parent
+    return Path(hf_hub_download(model, "config.json", revision=revision, token=token)).parent
 
 
 def shape_of(config: dict[str, Any], where: str, said: Mapping[str, Any] | None = None) -> ModelShape:

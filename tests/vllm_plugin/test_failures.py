@@ -275,7 +275,7 @@ def test_a_request_that_was_aborted_meanwhile_leaves_no_prefix_behind():
 
 
 def test_what_may_have_read_blocks_of_a_request_that_was_aborted_meanwhile_ends():
-    """Nobody knows these blocks any more, but a request without blocks cannot have read them."""
+    """Its blocks are unknown, but a request without blocks cannot have read them."""
     scheduler = make_scheduler(AsyncScheduler)
     scheduler.add_request(request("a"))
     failing = scheduler.schedule()
@@ -291,7 +291,7 @@ def test_what_may_have_read_blocks_of_a_request_that_was_aborted_meanwhile_ends(
 
 @pytest.mark.parametrize("failure", [None, "the sentence"])
 def test_what_a_failed_step_wrote_is_not_found_outside_of_the_device(failure):
-    """vLLM's connector has begun to store it when the failure becomes known, and ends a step later."""
+    """A connector is storing it already when the failure becomes known."""
     scheduler = make_scheduler(Scheduler, kv_offloading_size=0.01)
     scheduler.add_request(request("a"))
     step = scheduler.schedule()
@@ -354,7 +354,7 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("failure", [None, "the sentence"])
 def test_a_pooling_model_answers_with_the_message_and_its_engine_goes_on(failure, served):
-    """The engine's outputs pass vLLM's front end, which takes outputs without pooled data for completions."""
+    """vLLM's front end takes outputs without pooled data for completions."""
     scheduler, pooling = make_scheduler(Scheduler), PoolingParams(task="embed")
     scheduler.add_request(request("a", pooling=pooling))
     pooled = ModelRunnerOutput(["a"], {"a": 0}, pooler_output=[torch.ones(3)])

@@ -201,7 +201,7 @@ def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_
 
 
 def test_an_early_stage_of_a_pooling_model_ends_its_step_without_sampling():
-    """It has no output, and vLLM samples nothing; a failure must not remain for later steps."""
+    """vLLM samples nothing there; a failure must not remain for later steps."""
     rank = rank_of(Server(TransferError("the disk is on fire")))
 
     class Stage(Runner):

@@ -216,7 +216,7 @@ def raise_failure(output: Any) -> None:
 
 
 def keep_failure(output: Any, failure: str) -> None:
-    """Keep the error message of a failed vllm.PoolingRequestOutput, for ``raise_pooling_failure``."""
+    """Keep the error message of a failed vllm.PoolingRequestOutput."""
     output.dymoe_failure = failure
 
 

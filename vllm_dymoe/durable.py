@@ -108,6 +108,15 @@ def write_synced(path: Path, content: bytes) -> None:
         close_file(file)
 
 
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """Return the bytes that files take on their disk, where holes take none."""
+    taken = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            taken += path.lstat().st_blocks * 512
+    return taken
+
+
 def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
     """Replace a file atomically, also in a folder that others can write."""
     remove_given_up(path.parent, glob.escape(path.name))

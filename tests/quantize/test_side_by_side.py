@@ -66,7 +66,7 @@ def test_threads_leave_the_core_of_a_bound_caller():
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_threads_that_cannot_be_started_are_a_sentence_and_leave_no_thread(monkeypatch, number):
-    """The threads that have started would otherwise wait for the others, and block the interpreter's end."""
+    """Otherwise they would wait for the others, also when the interpreter ends."""
     monkeypatch.setattr(side_by_side, "usable_cores", lambda cores: 3)
     before, threads, start = torch.get_num_threads(), [], threading.Thread.start
 

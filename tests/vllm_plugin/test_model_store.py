@@ -155,13 +155,16 @@ def vllm_config(model, load_format="auto", **parallel):
     )
 
 
-def load(model, root, *, load_format="auto", weights=None, host_store="file", **parallel):
-    """Load a model as vLLM does; return its store and whether this start packed it."""
-    options = Options(high=4, low=2, group_size=32, store_dir=root, host_store=host_store)
+def load(model, root, *, load_format="auto", weights=None, host_store="file", ranks=(0, 1), low=2, **parallel):
+    """Load a model as vLLM does; return its store and whether this start packed it.
+
+    ``ranks`` are the rank of tensor parallelism and their number; each gets the whole experts.
+    """
+    options = Options(high=4, low=low, group_size=32, store_dir=root, host_store=host_store)
     loading = ModelStore(vllm_config(model.folder, load_format, **parallel), options, None, PLAIN_READER, 1 << 30)
     for number in MOE_LAYERS:
         name = f"model.layers.{number}.mlp.experts"
-        loading.add(LayerSpec(name, EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, 0, 1, 0, 1))
+        loading.add(LayerSpec(name, EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, *ranks, 0, 1))
     packed = False
     for position in range(len(MOE_LAYERS)):
         for (layer, expert, projection), weight in (weights or model.experts).items():
@@ -316,7 +319,31 @@ def test_a_store_that_cannot_be_opened_now_is_left_as_it_is(model, tmp_path, mon
     assert {path.name: path.stat().st_ino for path in store.folder.iterdir()} == before
 
 
-def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(model, tmp_path, monkeypatch):
+class EndsTheStart(BaseException):
+    pass
+
+
+def end_by(error, *given, **options):
+    """Load a model as ``load``, and end that by an error in the second layer."""
+
+    def put(packer, layer, expert, *given):
+        if (layer, expert) == (1, 1):
+            raise error
+        real(packer, layer, expert, *given)
+
+    real = ExpertPacker.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertPacker, "put", put)
+        with pytest.raises(type(error)):
+            load(*given, **options)
+
+
+def unfinished(root):
+    return sorted(path.name for path in root.glob("*/*.partial-*"))
+
+
+@pytest.mark.parametrize("error", [EndsTheStart(), MemoryError("no memory"), OSError(errno.EIO, "no disk")])
+def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(model, tmp_path, monkeypatch, error):
     whole, _ = load(model, tmp_path / "whole")
     synced, real = [], StoreWriter.sync
 
@@ -326,19 +353,8 @@ def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(mod
 
     monkeypatch.setattr(StoreWriter, "sync", sync)
 
-    class EndsTheStart(BaseException):
-        pass
-
-    def put(packer, layer, expert, *given):
-        if (layer, expert) == (1, 1):
-            raise EndsTheStart
-        real_put(packer, layer, expert, *given)
-
-    real_put = ExpertPacker.put
-    monkeypatch.setattr(ExpertPacker, "put", put)
-    with pytest.raises(EndsTheStart):
-        load(model, tmp_path / "cache")
-    monkeypatch.setattr(ExpertPacker, "put", real_put)
+    end_by(error, model, tmp_path / "cache")
+    assert len(unfinished(tmp_path / "cache")) == 1
     packed = []
     monkeypatch.setattr(
         model_store, "ExpertPacker", lambda *given: packed.append(given[-1].layers.keys()) or ExpertPacker(*given)
@@ -350,6 +366,11 @@ def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(mod
     assert torch.equal(experts_of(store), experts_of(whole))
     assert store.manifest.errors == whole.manifest.errors
     assert [path.name for path in store.folder.parent.iterdir()] == [store.folder.name]
+
+
+def test_nothing_stays_of_a_start_whose_weights_are_wrong(model, tmp_path):
+    end_by(StoreError("wrong weights"), model, tmp_path / "cache")
+    assert not unfinished(tmp_path / "cache")
 
 
 def test_every_start_removes_what_ended_ones_left(model, tmp_path):

@@ -48,7 +48,7 @@ from vllm_dymoe.quantize import QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held, widened
-from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
+from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, journal_purpose
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -248,17 +248,15 @@ class ModelStore:
     def filling(self) -> Iterator[ExpertPacker | None]:
         """Yield the packer to fill, or None.
 
-        It is opened before the first weight, and removed after an error.
+        It is opened before the first weight, and stopped after an error.
         """
         try:
             if self.place is None:
                 self._open()
             yield self._packer
         except BaseException as error:
-            if self._packer is not None and isinstance(error, Exception):
-                self._packer.discard()
-            elif self._packer is not None:  # the user, or the system, ends the start
-                self._packer.interrupt()
+            if self._packer is not None:
+                self._packer.stop(error)
             if self._turn is not None:
                 self._turn.end()
             if not isinstance(error, StoreError | CheckpointError):
@@ -358,9 +356,9 @@ class ModelStore:
             self.store = self._placed(existing)
             return
         purpose = json.dumps(self._manifest.to_json())
-        resume: dict[str, Any] = {"resume": lambda left: is_journal_of(left, purpose)} if self._content else {}
+        resume: dict[str, Any] = {"resume": lambda left: journal_purpose(left) == purpose} if self._content else {}
         writer = self._writer = StoreWriter(self._folder, self._manifest, **resume)
-        journal = Journal(writer.partial, purpose) if self._content else None
+        journal = Journal(writer, purpose) if self._content else None
         each = experts.num_experts * len(experts.projections)
         done = 0 if journal is None else len(journal.layers) * each
         # The estimate is by what this start packs, not by what an earlier one has packed.

@@ -373,6 +373,23 @@ def test_nothing_stays_of_a_start_whose_weights_are_wrong(model, tmp_path):
     assert not unfinished(tmp_path / "cache")
 
 
+def test_ranks_continue_their_own_folders_and_leave_those_of_others(model, tmp_path):
+    cache = tmp_path / "cache"
+    for rank in range(2):
+        end_by(EndsTheStart(), model, cache, ranks=(rank, 2))
+    left = unfinished(cache)
+    assert len(left) == 2
+    load(model, cache, ranks=(0, 2))
+    assert unfinished(cache) == left[1:]
+    assert not load(model, cache, ranks=(0, 2))[1]
+    assert unfinished(cache) == left[1:], "a rank whose store is complete leaves the others, too"
+    load(model, cache, ranks=(1, 2))
+    assert not unfinished(cache)
+    end_by(EndsTheStart(), model, cache)
+    load(model, cache, low=0)
+    assert not unfinished(cache), "it was a start with other options"
+
+
 def test_every_start_removes_what_ended_ones_left(model, tmp_path):
     store, _ = load(model, tmp_path / "cache")
     left = store.folder.parent.parent / "another-model" / "rank-0-0.partial-"

@@ -49,7 +49,7 @@ from vllm_dymoe.quantize.dummy import random_store  # noqa: E402
 RESULTS = HERE / "results.json"
 COSTS = ROOT / "vllm_dymoe" / "plan" / "costs.json"
 LENGTH, PROMPT, TOKENS = 512, 64, 32  # of a request at most, of a random prompt, of an answer
-BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 16
+BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 8  # the shipped set has 24 prompts
 PLACES: tuple[dict[str, Any], ...] = (
     {"expert_budget": "top-k", "host_store": "pinned"},
     {"expert_budget": "auto", "host_store": "auto"},
@@ -210,9 +210,7 @@ def starts(work: Path, results: Results) -> None:
 def _weights(work: Path) -> dict[str, int]:
     """Return the number of the experts' weights, by model."""
     shapes = {name: read_model(str(folder_of(name, work))).shape for name in ("shipped", WIDE)}
-    return {
-        name: shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate for name, shape in shapes.items()
-    }
+    return {name: shape.moe_layers * shape.experts * shape.expert_weights for name, shape in shapes.items()}
 
 
 def forget(folder: Path) -> None:
@@ -398,7 +396,7 @@ def _starts(of: Mapping[str, Any], fills: Mapping[str, Any], cores: str) -> str:
         label = f"{LAYERS} layers of Qwen3-30B-A3B's sizes" if name == WIDE else name
         lines.append([label, f"{first['experts']:.1f}", f"{second['experts']:.1f}", f"{first['engine']:.0f}",
                       f"{second['engine']:.0f}", f"{of['weights'][name] / 16 / rate:.1f}",
-                      f"{of['weights'][name] / read:.1f}"])  # fmt: skip
+                      f"{of['weights'][name] / read:.1g}"])  # fmt: skip
     heads = [cores, "experts ready, first start, s", "second", "first answer, first start, s", "second",
              "experts ready with 16 cores, by count, first start, s", "second"]  # fmt: skip
     return markdown(heads, lines)

@@ -54,3 +54,39 @@ def test_modes_do_not_follow_the_umask(name, umask, tmp_path):
         os.umask(before)
     mode = stat.S_IMODE((tmp_path / "file").stat().st_mode)
     assert mode == (0o600 if name == "trace" else 0o644), "a trace tells about prompts"
+
+
+def leave_temporary(path, monkeypatch):
+    """Die within ``replace_file``; return what it leaves, which is old."""
+    before = set(path.parent.iterdir())
+
+    def die(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "rename", die)
+        killed.setattr(os, "unlink", die)
+        with pytest.raises(InterruptedError):
+            replace_file(path, b"begun")
+    (left,) = set(path.parent.iterdir()) - before
+    os.utime(left, (0, 0))
+    return left
+
+
+def test_old_temporary_files_are_removed_and_other_files_with_similar_names_stay(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    others = {path.with_name(name) for name in ("file.bak", "file.tar.gz", ".file.swp", "file.dymoe-partial", "other")}
+    for other in others:
+        other.write_bytes(b"mine")
+        os.utime(other, (0, 0))
+    left = leave_temporary(path, monkeypatch)
+    replace_file(path, b"new")
+    assert not left.exists()
+    assert set(tmp_path.iterdir()) == {path, *others}
+
+
+def test_a_temporary_file_that_may_be_in_use_stays(tmp_path, monkeypatch):
+    left = leave_temporary(tmp_path / "file", monkeypatch)
+    os.utime(left)
+    replace_file(tmp_path / "file", b"new")
+    assert left.exists()

@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 Measured = TypeVar("Measured")
 _TEMPORARY = ".partial-"
 _REPLACED = "-replaced"
+_TEMPORARY_FILE = ".dymoe-partial"  # nobody else's files end so, because old ones are removed
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755  # whatever the umask: others may read complete files, and write nothing
 PRIVATE_MODE = 0o600  # of files that reveal information about prompts
 _OLD_SECONDS = 3600.0  # age at which a folder of another machine counts as given up
@@ -107,10 +108,19 @@ def write_synced(path: Path, content: bytes) -> None:
         close_file(file)
 
 
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """Return the bytes that files take on their disk, where holes take none."""
+    taken = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            taken += path.lstat().st_blocks * 512
+    return taken
+
+
 def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
     """Replace a file atomically, also in a folder that others can write."""
-    remove_given_up(path.parent, f"{glob.escape(path.name)}.*")
-    file, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # new, and private
+    remove_given_up(path.parent, glob.escape(path.name))
+    file, name = tempfile.mkstemp(suffix=_TEMPORARY_FILE, prefix=f".{path.name}.", dir=path.parent)  # new, private
     try:
         try:
             write_at(file, content, 0)
@@ -126,11 +136,11 @@ def replace_file(path: Path, content: bytes, mode: int = _FILE_MODE) -> None:
 
 
 def remove_given_up(folder: Path, pattern: str) -> None:
-    """Remove old temporary files that match a pattern.
+    """Remove old temporary files of the files whose names match a pattern.
 
-    A ``replace_file`` whose process was killed left them, as NAME.RANDOM.
+    A ``replace_file`` whose process was killed left them, as .NAME.RANDOM.dymoe-partial.
     """
-    for left in folder.glob(pattern):
+    for left in folder.glob(f".{pattern}.*{_TEMPORARY_FILE}"):
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _OLD_SECONDS:
                 left.unlink()

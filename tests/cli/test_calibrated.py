@@ -1,16 +1,20 @@
 """``vllm-dymoe quantize --calibration``: GPTQ, lattice codes, report, refusals."""
 
+import contextlib
+import errno
 import json
+import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.cli.checkpoints import EXPERTS, HIDDEN, MOE_LAYERS, TOP_K, command, make_model, quantized, refused, sections
 from tests.quantize.recordings import write_recording
-from vllm_dymoe.cache.store import Manifest
+from vllm_dymoe.cache.store import Manifest, StoreError
 from vllm_dymoe.experts.format import Projection
 from vllm_dymoe.kernels import dequantize
 from vllm_dymoe.quantize import QUANTIZERS, packer, quantize_matrix
@@ -18,6 +22,7 @@ from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
 from vllm_dymoe.quantize.gptq import quantize_gptq
 from vllm_dymoe.quantize.quantizers import pack_bias
+from vllm_dymoe.quantize.tensors import CheckpointError
 
 RARE = 1
 
@@ -105,11 +110,7 @@ app({["quantize", str(model.folder), "-o", str(out), *map(str, options)]!r})
     assert not out.exists()
     (left,) = tmp_path.glob("out.partial-*")
     assert len((left / packer.JOURNAL).read_text().splitlines()) == 2
-    with pytest.MonkeyPatch.context() as patch:
-        read, original = [], Checkpoint.expert
-        patch.setattr(Checkpoint, "expert", lambda *place: (read.append(place[1:]), original(*place))[1])
-        quantized(model, out, *options)
-    assert sorted(read) == [(1, expert) for expert in range(EXPERTS)], "the first layer is not packed again"
+    check_continues(model, out, options)
     quantized(model, whole, *options)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in whole.iterdir()
@@ -117,15 +118,79 @@ app({["quantize", str(model.folder), "-o", str(out), *map(str, options)]!r})
     assert not list(tmp_path.glob("out.partial-*"))
 
 
+def check_continues(model, out, options):
+    read, original = [], Checkpoint.expert
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "expert", lambda *place: (read.append(place[1:]), original(*place))[1])
+        quantized(model, out, *options)
+    assert sorted(read) == [(1, expert) for expert in range(EXPERTS)], "the first layer is not packed again"
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "fsync", "rename"])
+def test_a_run_whose_disk_was_full_goes_on(made, tmp_path, monkeypatch, failing):
+    """Even if everything is packed, and only the final name cannot be given."""
+    model, calibration, *_ = made
+    options = ("--high", 4, "--low", 2, "--calibration", calibration)
+    out, add, rename = tmp_path / "out", packer.Journal.add, os.rename
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def add_and_fill_the_disk(journal, *layer):
+        add(journal, *layer)
+        for call in {"fsync", failing}:  # all of the second layer may be written already
+            full.setattr(os, call, fail)
+
+    with monkeypatch.context() as full:
+        if failing == "rename":
+            full.setattr(os, "rename", lambda old, new: fail() if new == out else rename(old, new))
+        else:
+            full.setattr(packer.Journal, "add", add_and_fill_the_disk)
+        sentence = refused("quantize", model.folder, "-o", out, *options)
+    (left,) = tmp_path.glob("out.partial-*")
+    assert "No space left on device; free some space, or write to another disk." in sentence
+    assert f"What is packed stays in {left}, and the next run continues with it." in sentence
+    if failing != "rename":
+        check_continues(model, out, options)
+    else:
+        monkeypatch.setattr(Checkpoint, "expert", lambda *place: pytest.fail("everything is packed"))
+        quantized(model, out, *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (out / packer.JOURNAL).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(MemoryError("no memory"), 1), (CheckpointError("wrong weights"), 0), (StoreError("wrong weights"), 0)],
+)
+def test_nothing_stays_of_a_checkpoint_with_wrong_weights(made, tmp_path, monkeypatch, error, left):
+    """It will be downloaded again, and may then have the same fingerprint."""
+    model, calibration, *_ = made
+    original = Checkpoint.expert
+
+    def fail(checkpoint, layer, expert):
+        if layer == 1:
+            raise error
+        return original(checkpoint, layer, expert)
+
+    monkeypatch.setattr(Checkpoint, "expert", fail)
+    result = command("quantize", model.folder, "-o", tmp_path / "out", "--calibration", calibration)
+    assert result.exit_code == 1
+    assert len(list(tmp_path.iterdir())) == left
+
+
 def test_what_was_packed_for_another_purpose_is_not_gone_on_with(tmp_path):
-    book = packer.Journal(tmp_path, "4 bits")
-    book.add(0, "state")
+    folder = SimpleNamespace(partial=tmp_path, sync=lambda layer: None, refusals=contextlib.nullcontext)
+    packer.Journal(folder, "4 bits").add(0, "state")
     with (tmp_path / packer.JOURNAL).open("a") as file:
         file.write('[1, "sta')  # the process ended while writing this line
-    assert packer.Journal(tmp_path, "4 bits").layers == {0: "state"}
-    assert (tmp_path / packer.JOURNAL).read_text() == '4 bits\n[0, "state"]\n'
-    assert not packer.is_journal_of(tmp_path, "2 bits")
-    assert packer.Journal(tmp_path, "2 bits").layers == {}
+    book = packer.Journal(folder, "4 bits")
+    assert book.layers == {0: "state"}
+    book.add(1, "state")
+    assert packer.Journal(folder, "4 bits").layers == {0: "state", 1: "state"}
+    assert packer.journal_purpose(tmp_path) == "4 bits"
+    assert packer.Journal(folder, "2 bits").layers == {}
+    assert packer.journal_purpose(tmp_path) == "2 bits"
 
 
 def test_what_cannot_be_calibrated_with_is_refused(made, tmp_path):

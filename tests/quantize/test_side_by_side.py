@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.quantize import side_by_side
 from vllm_dymoe.quantize.side_by_side import SideBySide
 
@@ -61,6 +62,45 @@ def test_threads_leave_the_core_of_a_bound_caller():
         os.sched_setaffinity(0, cores)
         free.set()
     assert found == [cores]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_threads_that_cannot_be_started_are_a_sentence_and_leave_no_thread(monkeypatch, number):
+    """Otherwise they would wait for the others, also when the interpreter ends."""
+    monkeypatch.setattr(side_by_side, "usable_cores", lambda cores: 3)
+    before, threads, start = torch.get_num_threads(), [], threading.Thread.start
+
+    def limited(thread):
+        if len(threads) == number:
+            raise RuntimeError("can't start new thread")
+        threads.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(StoreError, match=r"takes 3 threads.*can't start new thread.*ulimit"):
+            SideBySide(lambda: None)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert torch.get_num_threads() == before
+
+
+def test_an_error_of_one_thread_ends_the_others(monkeypatch):
+    monkeypatch.setattr(side_by_side, "usable_cores", lambda cores: 3)
+    calls = []
+
+    def refuse_once(*_):
+        calls.append(threading.current_thread())
+        if len(calls) == 3:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse_once)
+    with pytest.raises(OSError, match="Invalid argument"):
+        SideBySide(lambda: None)
+    for thread in calls:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in calls)
 
 
 def test_large_pieces_wait_for_one_another(pool, done):

@@ -1,6 +1,7 @@
 """Recording: choices are read back, even after a crash, and the size limit holds."""
 
 import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.patience import becomes
+from tests.test_durable import leave_temporary
 from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.trace.gates import GateWeights
 from vllm_dymoe.trace.recorder import Recorder, Span
@@ -236,6 +238,16 @@ def test_only_a_folder_of_the_same_model_is_shared(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot be created"):
         Recorder(tmp_path / "file", HEADER, 2**20)
+
+
+def test_a_recorder_removes_old_temporary_files_and_no_other_file(tmp_path, monkeypatch):
+    kept, left = tmp_path / "routing-1.safetensors.gz", leave_temporary(tmp_path / "routing-2.safetensors", monkeypatch)
+    kept.write_bytes(b"mine")
+    os.utime(kept, (0, 0))
+    recorder, _ = make_recorder(tmp_path)
+    recorder.close()
+    assert kept.exists()
+    assert not left.exists()
 
 
 def record_and_return(folder):

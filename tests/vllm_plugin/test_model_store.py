@@ -157,10 +157,22 @@ def vllm_config(model, load_format="auto", **parallel):
     )
 
 
-def load(model, root, *, load_format="auto", weights=None, host_store="file", scattered=(), asked=None, **parallel):
+def load(
+    model,
+    root,
+    *,
+    load_format="auto",
+    weights=None,
+    host_store="file",
+    ranks=(0, 1),
+    scattered=(),
+    asked=None,
+    **parallel,
+):
     """Load a model as vLLM does; return its store and whether this start packed it.
 
     Args:
+        ranks: the rank of tensor parallelism and their number; each gets the whole experts.
         scattered: see ``LayerSpec``.
         asked: options other than those of the other tests.
     """
@@ -171,7 +183,7 @@ def load(model, root, *, load_format="auto", weights=None, host_store="file", sc
     for number in MOE_LAYERS:
         name = f"model.layers.{number}.mlp.experts"
         sizes = EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False
-        loading.add(LayerSpec(name, *sizes, 0, 1, 0, 1, scattered=scattered))
+        loading.add(LayerSpec(name, *sizes, *ranks, 0, 1, scattered=scattered))
     packed = False
     for position in range(len(MOE_LAYERS)):
         for (layer, expert, projection), weight in (weights or model.experts).items():
@@ -384,7 +396,31 @@ def test_a_store_that_cannot_be_opened_now_is_left_as_it_is(model, tmp_path, mon
     assert {path.name: path.stat().st_ino for path in store.folder.iterdir()} == before
 
 
-def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(model, tmp_path, monkeypatch):
+class EndsTheStart(BaseException):
+    pass
+
+
+def end_by(error, *given, **options):
+    """Load a model as ``load``, and end that by an error in the second layer."""
+
+    def put(packer, layer, expert, *given):
+        if (layer, expert) == (1, 1):
+            raise error
+        real(packer, layer, expert, *given)
+
+    real = ExpertPacker.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertPacker, "put", put)
+        with pytest.raises(type(error)):
+            load(*given, **options)
+
+
+def unfinished(root):
+    return sorted(path.name for path in root.glob("*/*.partial-*"))
+
+
+@pytest.mark.parametrize("error", [EndsTheStart(), MemoryError("no memory"), OSError(errno.EIO, "no disk")])
+def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(model, tmp_path, monkeypatch, error):
     whole, _ = load(model, tmp_path / "whole")
     synced, real = [], StoreWriter.sync
 
@@ -394,19 +430,8 @@ def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(mod
 
     monkeypatch.setattr(StoreWriter, "sync", sync)
 
-    class EndsTheStart(BaseException):
-        pass
-
-    def put(packer, layer, expert, *given):
-        if (layer, expert) == (1, 1):
-            raise EndsTheStart
-        real_put(packer, layer, expert, *given)
-
-    real_put = ExpertPacker.put
-    monkeypatch.setattr(ExpertPacker, "put", put)
-    with pytest.raises(EndsTheStart):
-        load(model, tmp_path / "cache")
-    monkeypatch.setattr(ExpertPacker, "put", real_put)
+    end_by(error, model, tmp_path / "cache")
+    assert len(unfinished(tmp_path / "cache")) == 1
     packed = []
     monkeypatch.setattr(
         model_store, "ExpertPacker", lambda *given: packed.append(given[-1].layers.keys()) or ExpertPacker(*given)
@@ -418,6 +443,28 @@ def test_an_interrupted_start_goes_on_with_the_layers_that_it_had_not_packed(mod
     assert torch.equal(experts_of(store), experts_of(whole))
     assert store.manifest.errors == whole.manifest.errors
     assert [path.name for path in store.folder.parent.iterdir()] == [store.folder.name]
+
+
+def test_nothing_stays_of_a_start_whose_weights_are_wrong(model, tmp_path):
+    end_by(StoreError("wrong weights"), model, tmp_path / "cache")
+    assert not unfinished(tmp_path / "cache")
+
+
+def test_ranks_continue_their_own_folders_and_leave_those_of_others(model, tmp_path):
+    cache = tmp_path / "cache"
+    for rank in range(2):
+        end_by(EndsTheStart(), model, cache, ranks=(rank, 2))
+    left = unfinished(cache)
+    assert len(left) == 2
+    load(model, cache, ranks=(0, 2))
+    assert unfinished(cache) == left[1:]
+    assert not load(model, cache, ranks=(0, 2))[1]
+    assert unfinished(cache) == left[1:], "a rank whose store is complete leaves the others, too"
+    load(model, cache, ranks=(1, 2))
+    assert not unfinished(cache)
+    end_by(EndsTheStart(), model, cache)
+    load(model, cache, asked={"low": 0})
+    assert not unfinished(cache), "it was a start with other options"
 
 
 def test_every_start_removes_what_ended_ones_left(model, tmp_path):

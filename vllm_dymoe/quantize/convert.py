@@ -19,7 +19,7 @@ from vllm_dymoe.durable import put_back, sync_folder, write_synced
 from vllm_dymoe.options import CHECKPOINT_OPTIONS, Options
 from vllm_dymoe.quantize.calibration import Calibration
 from vllm_dymoe.quantize.checkpoint import Checkpoint
-from vllm_dymoe.quantize.packer import Journal, is_journal_of, pack
+from vllm_dymoe.quantize.packer import Journal, journal_purpose, leave, pack
 from vllm_dymoe.quantize.readers.base import check_compatible, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError, check_own_files, copy_tensors, weight_files
 
@@ -67,27 +67,22 @@ def convert(
             out,
             manifest,
             others=checkpoint.dense_bytes + sum(path.stat().st_size for path in small),
-            resume=lambda leftover: is_journal_of(leftover, purpose),
+            resume=lambda leftover: journal_purpose(leftover) == purpose,
             advice="free some space, or write to another disk",
         )
         _write_rest(checkpoint, ours, manifest, small, writer.partial, progress)
-        journal = None if calibration is None else Journal(writer.partial, purpose)
+        journal = None if calibration is None else Journal(writer, purpose)
         errors = pack(checkpoint, manifest.experts, options.quantizer, writer, calibration, journal, progress)
-        if journal is not None:
-            journal.remove()
         store = writer.finish(errors, overwrite=overwrite)
         store.close()
         return store.manifest
-    except KeyboardInterrupt:
-        if writer is not None and calibration is not None:
-            writer.close()  # its packed experts stay for the next run
-            writer = None
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error}.") from error
-    finally:
+    except BaseException as error:
         if writer is not None:
-            writer.discard()
+            leave(writer, error)
+        if not isinstance(error, OSError):
+            raise
+        kept = "" if writer is None else writer.kept
+        raise CheckpointError(f"{out} cannot be written: {error}.{kept}") from error
 
 
 def _plan(checkpoint: Checkpoint, options: Options, dtype: torch.dtype, calibration: Calibration | None) -> Manifest:

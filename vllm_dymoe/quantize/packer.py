@@ -6,7 +6,6 @@ projection is ever unpacked. Codes that the checkpoint already has at one of the
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vllm_dymoe.cache.store import ErrorRecord, FileStore, StoreError
-from vllm_dymoe.cache.store.writer import StoreWriter
+from vllm_dymoe.cache.store.writer import JOURNAL, StoreWriter
+from vllm_dymoe.durable import append_line, open_regular, read_regular, write_synced
 from vllm_dymoe.experts.format import ModelExperts, Projection, SliceKey
 from vllm_dymoe.experts.matrix import MatrixFormat
 from vllm_dymoe.kernels import dequantize
@@ -30,6 +30,7 @@ from vllm_dymoe.quantize.held import Held, Matrix
 from vllm_dymoe.quantize.lattice import quantize_lattice
 from vllm_dymoe.quantize.quantizers import QUANTIZERS, Quantizer, pack_bias, quantize_matrix
 from vllm_dymoe.quantize.side_by_side import SideBySide
+from vllm_dymoe.quantize.tensors import CheckpointError
 
 FALLBACK = "hqq"  # quantizer for experts that a calibration saw too rarely
 
@@ -42,49 +43,53 @@ Given = Tensor | Held | Callable[[], Tensor | Held]
 # them (8.2).
 _BYTES_OF_HELD, _BYTES_OF_QUANTIZED = 4, 10
 
-JOURNAL = "packed.jsonl"
-
 
 class Journal:
     """A file next to the shards that lists complete layers.
 
-    Its first line contains everything that determines the shards; each other line names a complete, synced layer. A
-    journal with another purpose is started anew.
+    Its first line, the purpose, contains everything that determines the shards; each other line names a complete,
+    synced layer. A journal with another purpose is started anew. StoreError if it cannot be read or written.
     """
 
-    def __init__(self, folder: Path, purpose: str) -> None:
-        self._path = folder / JOURNAL
-        self.layers: dict[int, Any] = {}
-        if is_journal_of(folder, purpose):
-            for line in self._path.read_text().splitlines()[1:]:
-                try:
-                    layer, state = json.loads(line)
-                except ValueError:
-                    break  # an incomplete last line
-                self.layers[layer] = state
-        lines = [purpose, *(json.dumps(entry) for entry in self.layers.items())]
-        self._path.write_text("".join(f"{line}\n" for line in lines))
+    def __init__(self, writer: StoreWriter, purpose: str) -> None:
+        self._writer, self._path = writer, writer.partial / JOURNAL
+        with writer.refusals():
+            found = read_regular(self._path).decode() if self._path.exists() else ""
+            lines = found.rpartition("\n")[0].split("\n")  # a killed run may not have ended its last line
+            if lines[0] != purpose:
+                lines = [purpose]
+                write_synced(self._path, f"{purpose}\n".encode())
+        self.layers: dict[int, Any] = dict(map(json.loads, lines[1:]))  # of earlier runs
 
     def add(self, layer: int, state: Any) -> None:
-        """Record that a layer is complete, with JSON data that is needed later.
+        """Record that a layer is complete, after making it durable.
 
-        ``layer`` is its position.
+        ``layer`` is its position, and ``state`` is JSON data that is needed later.
         """
-        with self._path.open("a") as file:
-            file.write(json.dumps((layer, state)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def remove(self) -> None:
-        self._path.unlink()
+        self._writer.sync(layer)
+        with self._writer.refusals():
+            append_line(self._path, json.dumps((layer, state)).encode())
 
 
-def is_journal_of(folder: Path, purpose: str) -> bool:
+def journal_purpose(folder: Path) -> str:
+    """Return the purpose of the journal in a folder; empty if there is none."""
     try:
-        with (folder / JOURNAL).open() as file:
-            return file.readline() == f"{purpose}\n"
-    except OSError:
-        return False
+        with open(open_regular(folder / JOURNAL)) as file:
+            return file.readline().removesuffix("\n")
+    except (OSError, ValueError):
+        return ""
+
+
+def leave(writer: StoreWriter, error: BaseException) -> None:
+    """Stop writing after an error; the next run continues, unless weights are wrong.
+
+    A checkpoint with wrong weights will be downloaded again, and nothing may be kept of it. Errors that OSError or
+    RuntimeError have caused say nothing about weights: the disk is full, or threads cannot be started.
+    """
+    if isinstance(error, StoreError | CheckpointError) and not isinstance(error.__cause__, OSError | RuntimeError):
+        writer.discard()
+    else:
+        writer.leave()
 
 
 def pack(
@@ -134,7 +139,6 @@ def pack(
     def done(layer: int, expert: int) -> None:
         progress(checkpoint.layer_bytes[layer] // experts.num_experts)
         if journal is not None and expert == experts.num_experts - 1:
-            writer.sync(layer)
             journal.add(layer, errors.of_layer(layer))
 
     # Closed here, because an error may close the writer's files next, when no thread may write to them any more.
@@ -284,7 +288,6 @@ class ExpertPacker:
         self._progress(1)
         self._left[layer] -= 1
         if self._journal is not None and self._left[layer] == 0:
-            self._writer.sync(layer)
             self._journal.add(layer, self._errors.of_layer(layer))
 
     def finish(self) -> FileStore:
@@ -297,20 +300,14 @@ class ExpertPacker:
                     f"{_name(self.experts, min(missing))}; download it again."
                 )
         self._threads.close()
-        if self._journal is not None:
-            self._journal.remove()
         return self._writer.finish(self._errors.record())
 
-    def interrupt(self) -> None:
-        """Stop; layers that are complete stay for the next start."""
+    def stop(self, error: BaseException) -> None:
+        """Stop after an error, as ``leave``, or because the start ends."""
         with contextlib.suppress(Exception):  # of a piece; the next start meets it again
             self._threads.wait()
-        self._threads.close()
-        self._writer.close()
-
-    def discard(self) -> None:
         self._threads.close()  # no thread may write to the files from now on
-        self._writer.discard()
+        leave(self._writer, error)
 
 
 def _name(experts: ModelExperts, place: Place) -> str:

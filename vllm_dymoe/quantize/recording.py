@@ -19,12 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from vllm_dymoe.cache.store.header import make_header
-from vllm_dymoe.durable import create, replace_file, write_at
+from vllm_dymoe.durable import create, disk_bytes, replace_file, write_at
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.units import too_small
 
 MANIFEST = "dymoe_calibration.json"
-_UNFINISHED = ".unfinished"
 
 
 class CalibrationError(RuntimeError):
@@ -95,15 +94,25 @@ class Recording:
 
 
 def check_space(recording: Recording, folder: Path) -> None:
-    """Raise CalibrationError if the disk is too small for the missing parts."""
-    tokens = sum(recording.parts[number] for number in recording.missing(folder))
+    """Raise CalibrationError if the disk is too small for the missing parts.
+
+    A part that an ended run began is written again in its place.
+    """
+    missing = recording.missing(folder)
+    tokens = sum(recording.parts[number] for number in missing)
     needed = tokens * len(recording.layers) * recording.bytes_per_token
+    needed -= disk_bytes(_unfinished(recording.part(folder, number)) for number in missing)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CalibrationError(
             f"recording the inputs of {tokens} tokens in {folder} {too_small(needed, free)}; "
             "free some space, or record fewer tokens."
         )
+
+
+def _unfinished(part: Path) -> Path:
+    """Return the name of a part until it is complete."""
+    return part.with_name(f"{part.name}.unfinished")
 
 
 class PartWriter:
@@ -114,7 +123,7 @@ class PartWriter:
 
     def __init__(self, path: Path, layers: int, hidden_size: int, top_k: int, dtype: torch.dtype, tokens: int) -> None:
         self._path, self._tokens = path, tokens
-        self._unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+        self._unfinished = _unfinished(path)
         self._row_bytes = 2 * hidden_size, 4 * top_k, 2 * top_k
         self._done = [0] * layers
         kind = {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_dymoe.cache.store import StoreError
 from vllm_dymoe.cgroups import cores_of_process, usable_cores
 
 # Memory of waiting and running pieces; it keeps a machine with many cores below 2 GiB in addition to the packed
@@ -59,23 +60,37 @@ class SideBySide:
 
 
 def _one_core_each() -> tuple[ThreadPoolExecutor, int]:
-    """Return threads whose tensor operations stay on one core, and their number."""
+    """Return threads whose tensor operations stay on one core, and their number.
+
+    StoreError if they cannot be started.
+    """
     cores = cores_of_process()
     count = usable_cores(len(cores))
     started = threading.Barrier(count)
+    pool = ThreadPoolExecutor(count, "dymoe-pack")
 
     def start() -> None:
-        os.sched_setaffinity(0, cores)
-        torch.get_num_threads()  # from here on this thread has its own number
-        started.wait()
+        try:
+            os.sched_setaffinity(0, cores)
+            torch.get_num_threads()  # from here on this thread has its own number
+        finally:
+            started.wait()
 
     # Like torch.set_num_threads, which vLLM's CPU worker replaces: the caller's own number is restored.
     before = torch.get_num_threads()
     torch._C.set_num_threads(1)
     try:
-        pool = ThreadPoolExecutor(count, "dymoe-pack")
         for future in [pool.submit(start) for _ in range(count)]:
             future.result()
+    except BaseException as error:
+        started.abort()  # otherwise the threads that have started would wait for ever
+        pool.shutdown(cancel_futures=True)
+        if not isinstance(error, RuntimeError):
+            raise
+        raise StoreError(
+            f"packing takes {count} threads, one for each core, but they cannot be started ({error}); raise the limit "
+            "on processes (ulimit -u, or --pids-limit of a container), or allow fewer cores (taskset)."
+        ) from error
     finally:
         torch._C.set_num_threads(before)
     return pool, count

@@ -226,7 +226,7 @@ class Recorder:
             raise TraceError(f"trace folder {self.folder} cannot be created ({error.strerror}).") from error
         if not os.access(self.folder, os.W_OK):
             raise TraceError(f"trace folder {self.folder} cannot be written to.")
-        remove_given_up(self.folder, "routing-*.safetensors.*")
+        remove_given_up(self.folder, "routing-*.safetensors")
         for path in sorted(self.folder.glob("*.safetensors"))[:1]:
             with opened(path) as (file, _, header):
                 inputs = "router_inputs" in file.keys()  # noqa: SIM118 - it is no dictionary

@@ -48,7 +48,7 @@ from vllm_dymoe.quantize import PACKING_VERSION, QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held, widened
-from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, is_journal_of
+from vllm_dymoe.quantize.packer import FALLBACK, ExpertPacker, Given, Journal, journal_purpose
 from vllm_dymoe.quantize.readers import PLAIN_READER, Reader
 from vllm_dymoe.quantize.readers.base import format_fields, kept_format, own_formats, quantizer_name
 from vllm_dymoe.quantize.tensors import CheckpointError
@@ -252,17 +252,15 @@ class ModelStore:
     def filling(self) -> Iterator[ExpertPacker | None]:
         """Yield the packer to fill, or None.
 
-        It is opened before the first weight, and removed after an error.
+        It is opened before the first weight, and stopped after an error.
         """
         try:
             if self.place is None:
                 self._open()
             yield self._packer
         except BaseException as error:
-            if self._packer is not None and isinstance(error, Exception):
-                self._packer.discard()
-            elif self._packer is not None:  # the user, or the system, ends the start
-                self._packer.interrupt()
+            if self._packer is not None:
+                self._packer.stop(error)
             if self._turn is not None:
                 self._turn.end()
             if not isinstance(error, StoreError | CheckpointError):
@@ -320,6 +318,13 @@ class ModelStore:
             model = fingerprint(f"{described} {self._content or f'loaded as {config.model} {config.revision}'}")
         return Manifest(experts, "dummy" if self.dummy else quantizer, model, (spec.rank, spec.ranks))
 
+    @cached_property
+    def _start(self) -> str:
+        """What ranks of one start have in common, and not with other starts."""
+        options, spec = self._options, self.layers[0]
+        formats = options.stored_bits, options.group_size, options.quantizer
+        return fingerprint(repr((self._content, formats, spec.ranks, spec.expert_ranks)))
+
     @property
     def _folder(self) -> Path:
         root, model, spec = store_root(self._options.store_dir), self._manifest.model, self.layers[0]
@@ -342,9 +347,12 @@ class ModelStore:
         else:
             existing = self._in_checkpoint() or cached_store(self._folder, self._manifest)  # of an earlier start
             self._elsewhere = not self.dummy and not self._content
-            # An interrupted start is continued if files prove that it was of the same weights.
-            resumable = set(leftovers(self._folder)) if existing is None and self._content else set()
-            given_up = [left for left in all_leftovers(store_root(self._options.store_dir)) if left not in resumable]
+            # Each rank continues its own folder, so those of an interrupted start like this one stay.
+            useless = set() if existing is None else set(leftovers(self._folder))
+            given_up = [
+                left for left in all_leftovers(store_root(self._options.store_dir))
+                if left in useless or not journal_purpose(left).startswith(self._start)
+            ]  # fmt: skip
             if removed := clean(given_up):
                 logger.info("vllm-dymoe: removed %d unfinished folders of starts that have ended", len(removed))
         if replicated(config.parallel_config):  # one of them packs, and the others find its store
@@ -369,10 +377,11 @@ class ModelStore:
                 )  # fmt: skip
             self.store = self._placed(existing)
             return
-        purpose = json.dumps(self._manifest.to_json())
-        resume: dict[str, Any] = {"resume": lambda left: is_journal_of(left, purpose)} if self._content else {}
+        # An interrupted start is continued if files prove that it was of the same weights.
+        purpose = f"{self._start} {json.dumps(self._manifest.to_json())}"
+        resume: dict[str, Any] = {"resume": lambda left: journal_purpose(left) == purpose} if self._content else {}
         writer = self._writer = StoreWriter(self._folder, self._manifest, **resume)
-        journal = Journal(writer.partial, purpose) if self._content else None
+        journal = Journal(writer, purpose) if self._content else None
         each = experts.num_experts * len(experts.projections)
         done = 0 if journal is None else len(journal.layers) * each
         # The estimate is by what this start packs, not by what an earlier one has packed.

@@ -19,8 +19,8 @@ def write(folder, experts=None):
     try:
         fill(packer)
         return packer.finish()
-    except BaseException:
-        packer.discard()
+    except BaseException as error:
+        packer.stop(error)
         raise
 
 

@@ -3,8 +3,10 @@
 import errno
 import itertools
 import os
+import shutil
 import socket
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +112,74 @@ def test_a_leftover_that_is_gone_on_with_is_the_users_own_and_is_held(tmp_path, 
     abandon(writer)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert make_writer(tmp_path / "store", resume=lambda leftover: pytest.fail("another user's")).partial != left
+
+
+def pack_layer(writer, layer):
+    for expert, (bits, fmt), one in itertools.product(range(6), make_experts().formats.items(), Projection):
+        section = torch.ones(fmt.matrices[one].nbytes, dtype=torch.uint8)
+        writer.write(SliceKey(layer, expert, bits), one, section)
+    writer.sync(layer)
+
+
+def test_a_continued_store_needs_room_only_for_the_rest(tmp_path, monkeypatch):
+    writer = make_writer(tmp_path / "store")
+    pack_layer(writer, 0)
+    left = abandon(writer)
+    written = sum(path.stat().st_blocks for path in left.iterdir()) * 512
+    needed = sum(path.stat().st_size for path in left.iterdir())
+    assert 3 * 4096 < written < needed
+
+    def begin(free, *, continues):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return make_writer(tmp_path / "store", resume=lambda leftover: continues)
+
+    assert abandon(begin(needed - written, continues=True)) == left
+    with pytest.raises(StoreError, match=r"the rest of .*store needs .* \(1 B too little\)") as refused:
+        begin(needed - written - 1, continues=True)
+    assert f"What is packed stays in {left}" in str(refused.value)
+    assert os.listdir(tmp_path) == [left.name]
+    with pytest.raises(StoreError, match=r"store needs .* \(1 B too little\)") as refused:
+        begin(needed - 1, continues=False)
+    assert "stays" not in str(refused.value)
+    assert not os.listdir(tmp_path)
+    begin(needed, continues=False)
+
+
+def test_a_refusal_names_what_another_machine_may_be_writing(tmp_path, monkeypatch):
+    """After a reboot this machine's own leftovers count as such."""
+    other = tmp_path / "store.partial-0badb007-11223344"
+    other.mkdir()
+    (other / "shard").write_bytes(b"x" * 8192)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(StoreError, match=f"{other} takes .* KiB; remove it if nothing is writing it"):
+        make_writer(tmp_path / "store")
+    assert os.listdir(tmp_path) == [other.name]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_a_disk_that_fails_when_a_store_is_continued_leaves_what_is_packed(tmp_path, monkeypatch, call):
+    writer = make_writer(tmp_path / "store")
+    pack_layer(writer, 0)
+    left = abandon(writer)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, call, fail)
+        with pytest.raises(StoreError, match=f"No space left.*stays in {left}"):
+            make_writer(tmp_path / "store", resume=lambda leftover: True)
+    assert abandon(make_writer(tmp_path / "store", resume=lambda leftover: True)) == left
+
+
+def test_only_synced_layers_are_left_to_another_writer(tmp_path):
+    for layers in (0, 1):
+        writer = make_writer(tmp_path / "store")
+        for layer in range(layers):
+            pack_layer(writer, layer)
+        writer.leave()
+        assert len(os.listdir(tmp_path)) == layers
+        assert bool(writer.kept) == bool(layers)
 
 
 def test_a_link_in_the_place_of_a_leftover_leads_absent(tmp_path):

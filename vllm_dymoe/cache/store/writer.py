@@ -1,8 +1,9 @@
 """The one writer of stores: a store is complete or does not exist.
 
 Sections are written at their final offsets into shards in a temporary folder next to the final one, each with its
-checksum. Finishing syncs, writes the manifest and renames. After a crash the next writer removes the temporary folder
-or continues it. If two processes write the same store, the second finds the first one's and uses it.
+checksum. Finishing syncs, writes the manifest and renames. After a crash, or if the disk refused, the next writer
+removes the temporary folder or continues it. If two processes write the same store, the second finds the first one's
+and uses it.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ from vllm_dymoe.cache.store.manifest import MANIFEST, ErrorRecord, Manifest
 from vllm_dymoe.durable import (
     close_file,
     create,
+    disk_bytes,
+    leftovers,
     make_folders,
     make_partial,
     publish,
@@ -29,10 +32,12 @@ from vllm_dymoe.durable import (
     write_at,
 )
 from vllm_dymoe.experts.format import Projection, SliceKey, SlicePlace, places_at
-from vllm_dymoe.units import too_small
+from vllm_dymoe.units import size, too_small
 
 # Data begins on a page.
 _DATA_ALIGNMENT = 4096
+
+JOURNAL = "packed.jsonl"  # lists complete layers, as long as a store is not complete
 
 
 def _tensors(count: int, places: Mapping[int, SlicePlace]) -> list[tuple[str, str, tuple[int, ...], int]]:
@@ -48,9 +53,10 @@ def _tensors(count: int, places: Mapping[int, SlicePlace]) -> list[tuple[str, st
 
 
 class StoreWriter:
-    """Writes one store, from several threads; end with ``finish`` or ``discard``.
+    """Writes one store, from several threads.
 
-    StoreError if the folder cannot be written, or if the disk is too small.
+    End with ``finish``, ``leave`` or ``discard``. StoreError if the folder cannot be written, or if the disk is too
+    small for what is not written yet.
 
     Args:
         others: bytes of other files for the folder.
@@ -72,6 +78,7 @@ class StoreWriter:
     ) -> None:
         self._folder, self._manifest, self._advice = folder, manifest, advice
         self._files: list[int] = []
+        self._continuable = False  # whether another writer could continue the temporary folder
         experts = manifest.experts
         self._places = [places_at(formats, manifest.alignment) for formats in experts.of_layers]
         made = [
@@ -83,23 +90,24 @@ class StoreWriter:
             for layer, places in zip(experts.layers, self._places, strict=True)
         ]
         self._begins = [begins for _, begins, _ in made]
-        needed = sum(size for _, _, size in made) + others
+        needed = sum(nbytes for _, _, nbytes in made) + others
         try:
             make_folders(folder.parent)
-            free = shutil.disk_usage(folder.parent).free
-            if free < needed:
-                raise StoreError(f"{folder} {too_small(needed, free)}; {advice}.")
+            left = leftovers(folder)
             self.partial, self._lock = make_partial(folder, resume)
+            self._continuable = self.partial in left
         except OSError as error:
             raise self._refused(error) from error
         try:
-            for layer_index, (header, _, size) in zip(experts.layers, made, strict=True):
-                self._files.append(create(self.partial / file_name(layer_index), exclusive=False))
-                write_at(self._files[-1], header, 0)
-                os.ftruncate(self._files[-1], size)
-        except OSError as error:
-            self.discard()
-            raise self._refused(error) from error
+            with self.refusals():
+                self._check_space(needed)
+                for layer_index, (header, _, nbytes) in zip(experts.layers, made, strict=True):
+                    self._files.append(create(self.partial / file_name(layer_index), exclusive=False))
+                    write_at(self._files[-1], header, 0)
+                    os.ftruncate(self._files[-1], nbytes)
+        except BaseException:
+            self.leave()
+            raise
 
     def write(self, key: SliceKey, projection: Projection, packed: torch.Tensor) -> None:
         """Write a packed section (uint8, contiguous) and its checksum."""
@@ -108,16 +116,17 @@ class StoreWriter:
         data = packed.numpy().data
         begin = begins[f"{slice_place.bits}bit.blobs"] + key.expert * slice_place.stride
         begin += slice_place.start + experts.format(key).sections[projection].start
-        with self._refusals():
+        with self.refusals():
             write_at(file, data, begin)
             number = (key.expert * slice_place.slices + slice_place.number) * len(Projection) + projection
             place = begins[f"{slice_place.bits}bit.xxh3"] + number * 8
             write_at(file, checksum(data).to_bytes(8, "little", signed=True), place)
 
     def sync(self, layer: int) -> None:
-        """Make what was written for one layer durable."""
-        with self._refusals():
+        """Make what was written for one layer durable; ``leave`` keeps it."""
+        with self.refusals():
             os.fsync(self._files[layer])
+        self._continuable = True
 
     def finish(self, errors: ErrorRecord | None = None, *, overwrite: bool = False) -> FileStore:
         """Sync everything, give the folder its name, and open it.
@@ -125,7 +134,7 @@ class StoreWriter:
         ``overwrite`` replaces even an equal store; otherwise a store that another process published first stays.
         StoreError if the disk refuses.
         """
-        with self._refusals():
+        with self.refusals():
             shards, manifest = {}, replace(self._manifest, errors=errors)
             for layer_index, file in zip(manifest.experts.layers, self._files, strict=True):
                 os.fsync(file)
@@ -136,10 +145,12 @@ class StoreWriter:
             sync_folder(self.partial)
             self._publish(overwrite)
             self.close()
+        with contextlib.suppress(OSError):
+            (self._folder / JOURNAL).unlink()  # until here another writer could have continued
         return FileStore(self._folder)
 
     def close(self) -> None:
-        """Close the files; the temporary folder stays, for another writer to continue."""
+        """Close the files; the temporary folder stays."""
         self._close_files()
         if self._lock >= 0:
             close_file(self._lock)
@@ -148,6 +159,20 @@ class StoreWriter:
     def _close_files(self) -> None:
         while self._files:
             close_file(self._files.pop())
+
+    def leave(self) -> None:
+        """Stop; what another writer can continue stays, everything else is removed."""
+        if self._continuable:
+            self.close()
+        else:
+            self.discard()
+
+    @property
+    def kept(self) -> str:
+        """A sentence about what ``leave`` keeps, for error messages; may be empty."""
+        if not self._continuable:
+            return ""
+        return f" What is packed stays in {self.partial}, and the next run continues with it."
 
     def discard(self) -> None:
         """Remove everything written so far; does nothing after ``finish``."""
@@ -179,12 +204,27 @@ class StoreWriter:
         store.close()
         return store.manifest == self._manifest
 
+    def _check_space(self, needed: int) -> None:
+        """Raise StoreError if the disk is too small for what is not written yet."""
+        rest = needed - disk_bytes(self.partial.rglob("*"))
+        free = shutil.disk_usage(self.partial).free
+        if free >= rest:
+            return
+        what = f"the rest of {self._folder}" if self._continuable else self._folder
+        others = (
+            f" {left} takes {size(disk_bytes(left.rglob('*')))}; remove it if nothing is writing it."
+            for left in leftovers(self._folder)
+            if left != self.partial
+        )
+        raise StoreError(f"{what} {too_small(rest, free)}; {self._advice}.{self.kept}{''.join(others)}")
+
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def refusals(self) -> Iterator[None]:
+        """Turn an OSError into a StoreError that says what the user can do."""
         try:
             yield
         except OSError as error:
             raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> StoreError:
-        return StoreError(f"{self._folder} cannot be written: {error.strerror}; {self._advice}.")
+        return StoreError(f"{self._folder} cannot be written: {error.strerror}; {self._advice}.{self.kept}")

@@ -398,7 +398,7 @@ def _starts(of: Mapping[str, Any], fills: Mapping[str, Any], cores: str) -> str:
         label = f"{LAYERS} layers of Qwen3-30B-A3B's sizes" if name == WIDE else name
         lines.append([label, f"{first['experts']:.1f}", f"{second['experts']:.1f}", f"{first['engine']:.0f}",
                       f"{second['engine']:.0f}", f"{of['weights'][name] / 16 / rate:.1f}",
-                      f"{of['weights'][name] / read:.1f}"])  # fmt: skip
+                      f"{of['weights'][name] / read:.1g}"])  # fmt: skip
     heads = [cores, "experts ready, first start, s", "second", "first answer, first start, s", "second",
              "experts ready with 16 cores, by count, first start, s", "second"]  # fmt: skip
     return markdown(heads, lines)

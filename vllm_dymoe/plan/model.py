@@ -303,8 +303,7 @@ def _longest(config: Mapping[str, Any], size: Callable[..., int]) -> int:
         kind, scaled = rope.get("rope_type", rope.get("type")), rope.get("factor")
         if kind in ("su", "longrope"):
             return size("original_max_position_embeddings", default=longest)
-        plausible = isinstance(scaled, int | float) and 0 < scaled <= _MOST_SCALED
-        if kind not in _SCALED and plausible:
+        if kind not in _SCALED and isinstance(scaled, int | float) and 0 < scaled <= _MOST_SCALED:
             factor = scaled
     return int(longest * factor)
 

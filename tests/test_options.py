@@ -37,6 +37,7 @@ def test_environment_values_are_json_or_text():
         (0.25, ExpertBudget(share=0.25)),
         (1.0, ExpertBudget(share=1.0)),
         (1, ExpertBudget(bytes=1)),
+        (2**63 - 1, ExpertBudget(bytes=2**63 - 1)),
     ],
 )
 def test_budgets_are_bytes_or_shares(text, budget):
@@ -50,7 +51,8 @@ def test_host_memory_leaves_no_kv_cache():
 
 
 @pytest.mark.parametrize(
-    "text", ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, None, "nan%", [], True, "auto for 0 requests"]
+    "text",
+    ["0%", "101%", -5, 0, "lots", "4 parsecs", 1.5e300, 2**63, "8EiB", None, "nan%", [], True, "auto for 0 requests"],
 )
 def test_impossible_budgets_are_refused(text):
     with refused(option="expert_budget"):

@@ -28,6 +28,7 @@ CALIBRATED = ("gptq", "e8")
 
 
 _LONGEST_S = 366 * 24 * 3600  # upper bound of timeouts: a year; clocks and locks overflow far above
+_MOST_BYTES = 2**63 - 1  # of a budget: counts travel to the server in 64 bits
 _REQUESTS = re.compile(r"auto for ([1-9]\d{0,5}) requests?")  # of an automatic budget
 _MOST_ROWS = 1 << 20  # upper bound of misses_rows; no step has more rows
 
@@ -115,7 +116,7 @@ class ExpertBudget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int | None = Field(default=None, gt=0)
+    bytes: int | None = Field(default=None, gt=0, le=_MOST_BYTES)
     share: float | None = Field(default=None, gt=0, le=1)
     slots: Literal["top-k", "layer"] | None = None
     requests: int = Field(default=1, gt=0)

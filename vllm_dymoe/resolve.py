@@ -35,11 +35,7 @@ def resolve_options(
     An unset budget or host store gets the policy's default. Raises ConfigError for an unknown key, an invalid value, or
     a combination that cannot work.
     """
-    if not isinstance(additional or {}, Mapping):
-        raise ConfigError(
-            'vllm-dymoe: additional_config.dymoe must be an object of options such as {"high": 4}, '
-            f"but is {additional!r}."
-        )
+    additional = options_of_additional(additional)
     if not isinstance(checkpoint or {}, Mapping):
         raise ConfigError(
             f"vllm-dymoe: quantization_config in config.json must be an object, but is {checkpoint!r}; download the "
@@ -61,11 +57,11 @@ def resolve_options(
             option=foreign[0],
         )
     variables = options_of_environment(os.environ if environment is None else environment)
-    values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | dict(additional or {})
+    values = {CHECKPOINT_OPTIONS[key]: value for key, value in stored.items()} | variables | additional
     # Where each option was set.
     written = {CHECKPOINT_OPTIONS[key]: f"quantization_config.{key} (config.json)" for key in stored}
     written |= {option: ENVIRONMENT_PREFIX + option.upper() for option in variables}
-    written |= {option: _ADDITIONAL + option for option in additional or ()}
+    written |= {option: _ADDITIONAL + option for option in additional}
     policy_name = values.get("policy")
     if "low" not in values and isinstance(policy_name, str) and policy_name in POLICIES and values.get("high") != 2:
         values["low"] = POLICIES[policy_name].default_low
@@ -84,6 +80,19 @@ def resolve_options(
         defaults["host_store"] = "pinned"
     chosen = {name: value for name, value in defaults.items() if value and name not in options.model_fields_set}
     return options.model_copy(update=chosen) if chosen else options
+
+
+def options_of_additional(additional: Any) -> dict[str, Any]:
+    """Return the options of the "dymoe" entry of additional_config, unchecked.
+
+    Raises ConfigError if it is no object.
+    """
+    if not isinstance(additional or {}, Mapping):
+        raise ConfigError(
+            'vllm-dymoe: additional_config.dymoe must be an object of options such as {"high": 4}, '
+            f"but is {additional!r}."
+        )
+    return dict(additional or {})
 
 
 def options_of_environment(environment: Mapping[str, str]) -> dict[str, Any]:

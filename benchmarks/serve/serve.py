@@ -49,7 +49,7 @@ from vllm_dymoe.quantize.dummy import random_store  # noqa: E402
 RESULTS = HERE / "results.json"
 COSTS = ROOT / "vllm_dymoe" / "plan" / "costs.json"
 LENGTH, PROMPT, TOKENS = 512, 64, 32  # of a request at most, of a random prompt, of an answer
-BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 16
+BATCHES, REQUESTS, WARM_UP = (1, 4, 16), 16, 8  # the shipped set has 24 prompts
 PLACES: tuple[dict[str, Any], ...] = (
     {"expert_budget": "top-k", "host_store": "pinned"},
     {"expert_budget": "auto", "host_store": "auto"},
@@ -210,9 +210,7 @@ def starts(work: Path, results: Results) -> None:
 def _weights(work: Path) -> dict[str, int]:
     """Return the number of the experts' weights, by model."""
     shapes = {name: read_model(str(folder_of(name, work))).shape for name in ("shipped", WIDE)}
-    return {
-        name: shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate for name, shape in shapes.items()
-    }
+    return {name: shape.moe_layers * shape.experts * shape.expert_weights for name, shape in shapes.items()}
 
 
 def forget(folder: Path) -> None:

@@ -35,8 +35,6 @@ def test_what_is_slower_than_it_should_be_is_named(seconds, found):
 
 
 def test_budgets_are_rows_that_are_measured_once(tmp_path, monkeypatch):
-    model = tmp_path / "model"
-    model.mkdir()
     asked = []
 
     def run_job(job, folder, program):
@@ -47,7 +45,8 @@ def test_budgets_are_rows_that_are_measured_once(tmp_path, monkeypatch):
             append_row(folder / "rows.jsonl", {**row(), **case})
 
     monkeypatch.setattr(prefixes, "run_job", run_job)
-    arguments = ["bench", model, "--prefixes", 128, "--engine", json.dumps({"max_model_len": 256}), "--out", tmp_path]
+    engine = json.dumps({"max_model_len": 256})
+    arguments = ["bench", "benchmarks/tiny_moe/model", "--prefixes", 128, "--engine", engine, "--out", tmp_path]
     result = command(*arguments)
     assert result.exit_code == 0, result.output
     assert "exact" in result.stdout

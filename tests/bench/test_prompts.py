@@ -32,10 +32,11 @@ def json_lines(entries):
         (json_lines(SPEC), [Prompt("First", "writing")]),
         (json_lines(CUSTOM), [Prompt("One", output_tokens=7), Prompt("Two\nlines", "code"), Prompt("3")]),
         ("one\n\ntwo {\n", [Prompt("one"), Prompt("two {")]),
+        ('{"prompt": "one\u2028of two\x85lines"}\n', [Prompt("one\u2028of two\x85lines")]),
     ],
 )
 def test_every_format_is_told_by_what_it_holds(tmp_path, text, found):
-    (tmp_path / "file").write_text(text)
+    (tmp_path / "file").write_text(text, encoding="utf-8")
     assert list(read_prompts(str(tmp_path / "file")).prompts) == found
 
 
@@ -53,7 +54,7 @@ def test_every_format_is_told_by_what_it_holds(tmp_path, text, found):
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path, text, message):
-    (tmp_path / "file").write_text(text)
+    (tmp_path / "file").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         read_prompts(str(tmp_path / "file"))
 

@@ -1,14 +1,18 @@
 """The benchmark's cases, their keys and groups, its rows on disk, and refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.cli.checkpoints import make_model
 from vllm_dymoe.bench import run
 from vllm_dymoe.bench.cases import Subject, Workload, grid, groups, subject_of
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, OutputsDifferError, append_row, check_outputs, read_rows
+from vllm_dymoe.cli.bench import Bench
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan import machine
 
 WORKLOAD = Workload("digest", "prompts", False, 2, 1, 8)
 
@@ -124,3 +128,29 @@ def test_subjects_differ_by_what_is_served_and_not_by_their_label():
     peers = [Subject(name, peer=name) for name in ("a", "b")]
     assert len(grid("model", peers, ["its own"], [1], WORKLOAD, {})) == 2
     assert {case.budget for case in cases("duoserve")} == {"top-k", "100%"}, "a budget of its own"
+
+
+def of_bench(model):
+    workload = Workload("digest", "prompts", False, 2, 1, 8)
+    return Bench(str(model), PromptSet("prompts"), workload, {}, {}, Path("out"))
+
+
+def test_rows_of_other_conditions_are_other_rows(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model")
+    model.config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    model.save()
+    seen = [of_bench(model.folder).conditions]
+    assert of_bench(model.folder).conditions == seen[0]
+    monkeypatch.setenv("DYMOE_HIGH", "8")
+    seen.append(of_bench(model.folder).conditions)
+    monkeypatch.setattr(machine, "__version__", "another")
+    seen.append(of_bench(model.folder).conditions)
+    next(iter(model.tensors.values())).add_(1)
+    model.save()
+    seen.append(of_bench(model.folder).conditions)
+    monkeypatch.setattr(machine, "storage_of", lambda folder: "another machine")
+    seen.append(of_bench(model.folder).conditions)
+    assert len(set(seen)) == len(seen)
+    keys = {case.key for at in seen for case in grid("m", [Subject("a", {})], ["25%"], [1], WORKLOAD, {}, at)}
+    assert len(keys) == 2 * len(seen)
+    assert len(set(map(run.machine_key, seen))) == len(seen), "and the machine's rates"

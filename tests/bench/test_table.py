@@ -15,14 +15,15 @@ COUNTED = {
 def answers(**changes):
     return Answers(**({
         "first": [0.1, 0.2], "between": [0.01, 0.03, 0.02, 0.02], "seconds": 0.3,
-        "lengths": [3, 3], "outputs": ["a", "b"], "decode": COUNTED,
+        "lengths": [3, 3], "since": 0.2, "decoded": 4, "outputs": ["a", "b"], "decode": COUNTED,
     } | changes))  # fmt: skip
 
 
 def test_engines_beside_each_other_are_one_round_as_long_as_the_slowest():
-    ours, theirs = answers(), answers(first=[0.2], between=[0.05, 0.05], seconds=0.5, lengths=[3], outputs=["c"])
+    slow = {"first": [0.25], "between": [0.05, 0.05], "seconds": 0.5, "since": 0.25, "decoded": 2}
+    ours, theirs = answers(), answers(**slow, lengths=[3], outputs=["c"])
     (both,) = side_by_side([[ours], [theirs]])
-    assert (both.seconds, both.first, both.outputs) == (0.5, [0.1, 0.2, 0.2], ["a", "b", "c"])
+    assert (both.seconds, both.first, both.outputs) == (0.5, [0.1, 0.2, 0.25], ["a", "b", "c"])
     found = summarise([both])
     assert found["decode_tokens_per_second"] == pytest.approx(6 / 0.3)
     assert (found["decode"]["hits"], found["decode"]["resident_experts"]) == (60, {"high": 6})
@@ -50,6 +51,12 @@ def test_counts_add_up_and_sizes_do_not():
     assert found["decode"]["resident_experts"] == {"high": 3}
     assert found["decode_tokens_per_second"] == pytest.approx(8 / 0.2)
     assert found["outputs"] == ["a", "b", "c", "d"]
+
+
+def test_tokens_before_the_last_first_token_are_no_decoded_ones():
+    found = summarise([answers(between=[0.01] * 6)])
+    assert (found["decode_tokens"], found["tpot_ms"]["count"]) == (4, 6)
+    assert found["decode_tokens_per_second"] == pytest.approx(4 / 0.1)
 
 
 def test_every_share_is_of_what_it_says():

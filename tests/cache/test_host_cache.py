@@ -171,8 +171,10 @@ def test_budgets_that_cannot_work_are_refused_and_others_taken(make_host_cache):
         assert (host_cache.slots.limit, len(host_cache.slots.held)) == (nbytes, 0)
         read(host_cache, SliceKey(0, 0, 4))
         host_cache.check_integrity()
+    held = dict(host_cache.slots.held)
     with pytest.raises(HostMemoryError):
         host_cache.resize(1)
+    assert host_cache.slots.held == held != {}
     read(host_cache, SliceKey(0, 0, 4))
     assert host_cache.slots.limit == share(0.3)
 

@@ -583,3 +583,22 @@ def test_a_nested_move_that_fails_gives_the_displaced_expert_its_high_version_ba
     assert migration.stats.moves["failed"] == 1
     server.check_integrity()
     server.engine.close()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_slots_can_be_freed_while_a_copy_moves(nested):
+    """A change of the budget waits for the copy; it is not refused by chance."""
+    store = FaultyStore(STORES[nested])
+    server = dynaexq(store, 4, plain_engine(store, CPU, 0, timeout=60, io_threads=1), window_s=1e9)
+    migration, precision = server.host_planned.migration, server.cache.table.precision
+    up, down = (tuple(np.argwhere(of)[0].tolist()) for of in (precision != HIGH, precision == HIGH))
+    migration._planned.append(Swap(1.0, up, down))
+    store.action = lambda number, key: time.sleep(0.05)
+    server.host_planned.begin_step(Phase.DECODE)
+    assert becomes(lambda: any(fetch.ticket.state is State.RUNNING for fetch in migration.flying))
+    server.sleep(1)
+    assert list(server.host_planned.on_their_way()) == []
+    assert migration.stats.moves == {"outdated": 1}
+    server.wake()
+    server.check_integrity()
+    server.engine.close()

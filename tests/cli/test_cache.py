@@ -88,3 +88,35 @@ def test_without_stores_there_is_nothing_to_list(tmp_path, monkeypatch):
     assert listed(tmp_path / "absent") == {}
     monkeypatch.setenv("DYMOE_STORE_DIR", str(tmp_path))
     assert command("cache", "list").exit_code == 0
+
+
+@pytest.mark.parametrize("choice", [(), ("--all",), ("--unused-days", 0)])
+def test_a_folder_without_stores_of_ranks_is_not_ours(root, choice):
+    mine = root / "results-0123456789abcdef"
+    mine.mkdir()
+    (mine / "rank-0-0-of-the-contest.txt").write_text("mine")
+    (mine / "rank-0-0s").mkdir()
+    assert mine.name not in listed(root)
+    refused("cache", "clean", mine.name, "--store-dir", root)
+    assert command("cache", "clean", *choice, "--store-dir", root).exit_code == 0
+    assert sorted(os.listdir(mine)) == ["rank-0-0-of-the-contest.txt", "rank-0-0s"]
+
+
+def test_an_empty_folder_is_removed_and_other_files_beside_stores_stay(root):
+    empty, store = root / "empty-0123456789abcdef", root / "good-0123456789abcdef"
+    empty.mkdir()
+    (store / "notes.txt").write_text("mine")
+    row = listed(root)[empty.name]
+    assert (row["state"], row["bytes"], row["unused_days"]) == ("unfinished", 0, 0)
+    assert "removed good" in command("cache", "clean", "--all", "--store-dir", root).stdout
+    assert not empty.exists()
+    assert os.listdir(store) == ["notes.txt"]
+
+
+def test_a_store_whose_model_had_no_name_is_listed_and_removed(root):
+    """Earlier versions wrote one without a name for ``vllm serve .``."""
+    name = "-0123456789abcdef"
+    (root / "good-0123456789abcdef").rename(root / name)
+    assert listed(root)[name]["state"] == "complete"
+    assert command("cache", "clean", "--store-dir", root, "--", name).exit_code == 0
+    assert not (root / name).exists()

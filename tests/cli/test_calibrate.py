@@ -39,12 +39,12 @@ def asked(monkeypatch):
 def test_texts_of_several_files_are_read(model, asked, tmp_path):
     plain, lines = tmp_path / "plain.txt", tmp_path / "lines.jsonl"
     plain.write_text("one text\nof two lines")
-    lines.write_text('{"text": "first"}\n{"text": "second", "more": 1}\n')
+    lines.write_text('{"text": "first"}\n{"text": "sec\u2028ond\x85", "more": 1}\n', encoding="utf-8")
     out = tmp_path / "out"
     result = command("calibrate", model, "--texts", plain, "--texts", lines, "-o", out, "--tokens", 500)
     assert result.exit_code == 0, result.output + result.stderr
     options = {"tokens": 500, "length": 2048, "high": 16, "expert_budget": "auto"}
-    assert asked == [(model, ["one text\nof two lines", "first", "second"], out, options)]
+    assert asked == [(model, ["one text\nof two lines", "first", "sec\u2028ond\x85"], out, options)]
     assert f"-o OUT --calibration {out}" in result.stdout
     assert "2 layers for 500 tokens" in result.stdout
 

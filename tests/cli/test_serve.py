@@ -10,8 +10,9 @@ import pytest
 from tests.cli.checkpoints import command, refused
 from tests.plan.test_plan import QWEN3_30B
 from tests.plan.test_start import CPU, DESKTOP
-from vllm_dymoe.cli.serve import Arguments
+from vllm_dymoe.cli.serve import Arguments, command_of
 from vllm_dymoe.options import ConfigError
+from vllm_dymoe.plan.start import Start
 
 
 @pytest.fixture
@@ -80,7 +81,10 @@ def test_additional_config_is_one_whatever_way_it_was_written(folder, machine, m
     }
 
 
-@pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("auto", None), ("-1", None)])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1T", 2**40), ("auto", None), ("Auto", None), ("-1", None)],
+)
 def test_numbers_are_vllms(text, number):
     for words in ([f"--max_model_len={text}"], ["--max-model-len", text, "--enforce-eager"]):
         assert Arguments.parse(words).number("max-model-len") == number
@@ -95,10 +99,46 @@ def test_numbers_are_vllms(text, number):
         (["--config", "serve.yaml"], "--config"),
         (["--max-model-len", "long"], "no number"),
         (["--additional-config.dymoe.policy", "best"], "best"),
+        (["--additional-config", '{"dymoe": "exact"}'], "object of options"),
+        (["--gpu-memory-utilization", "90%"], "90%"),
     ],
 )
 def test_what_cannot_be_served_is_a_sentence(folder, machine, words, said):
     assert said in refused("serve", folder, "--machine", machine, *words)
+
+
+def test_an_unknown_option_is_named(folder, machine):
+    result = command("serve", folder, "--machine", machine, "--additional-config.dymoe.hihg", "4")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert 'did you mean "high"?' in result.stderr
+
+
+def test_a_size_in_the_environment_is_a_number(folder, machine, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40GB")
+    assert "VLLM_CPU_KVCACHE_SPACE is 40GB" in refused("serve", folder, "--machine", machine)
+
+
+def test_the_model_comes_first(folder):
+    assert "MODEL --port" in refused("serve", "--port", "8001", folder)
+
+
+def test_what_is_left_to_vllm_stays_so():
+    start = Start({}, {"max-model-len": "4096", "kv-cache-dtype": "fp8"}, {}, (), 1.0, 1.0, 1.0, ())
+    words = command_of("m", Arguments.parse(["--max-model-len", "auto"]), start)
+    assert words[3:9] == ["--max-model-len", "auto", "--quantization", "dymoe", "--kv-cache-dtype", "fp8"]
+
+
+def test_config_json_is_of_the_revision_that_is_served(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def download(*names, **choice):
+        asked.append((*names, choice))
+        return str(folder / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    given = ["--revision", "v2", "--hf-token", "secret", "--machine", tmp_path / "nowhere.json"]
+    assert "nowhere.json" in refused("serve", "someone/model", *given)
+    assert asked == [("someone/model", "config.json", {"revision": "v2", "token": "secret"})]
 
 
 def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.e2e.engines import MODEL, Answer, check_logprobs_close, engine, equal_share, prompts, server_of
+from tests.support.faulty_store import FaultyStore
 
 pytestmark = pytest.mark.engine
 
@@ -168,3 +169,22 @@ def test_pooled_embeddings():
 
     ours, theirs = ours_and_stock(use, runner="pooling", convert="embed")
     assert torch.cosine_similarity(ours, theirs).min() > 0.9999
+
+
+def test_a_pooling_model_after_a_fault(monkeypatch):
+    """The call that meets the fault ends with the reason, and later ones are served."""
+
+    def embed(llm):
+        return torch.tensor([output.outputs.embedding for output in llm.embed(prompts()[:4], use_tqdm=False)])
+
+    options = {"high": 4, "expert_budget": "25%", "misses": "fetch"}
+    with engine(dymoe=options, runner="pooling", convert="embed") as llm:
+        want, server = embed(llm), server_of(llm)
+        faulty = FaultyStore(server.store, lambda number, key: "fail")
+        with monkeypatch.context() as broken:
+            broken.setattr(server.store, "read_into", faulty.read_into)
+            server.cache.clear()
+            with pytest.raises(Exception, match="the disk is on fire"):
+                embed(llm)
+        server.check_integrity()
+        assert torch.equal(embed(llm), want)

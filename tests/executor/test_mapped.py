@@ -12,8 +12,10 @@ from tests.small_model import make_experts
 from vllm_dymoe.cache.store import FileStore
 from vllm_dymoe.cache.store.disk import Reading
 from vllm_dymoe.cache.transfer import TransferError
+from vllm_dymoe.executor import cpu_executor
 from vllm_dymoe.experts.format import all_keys
 from vllm_dymoe.kernels import native
+from vllm_dymoe.planner.routing import Phase
 from vllm_dymoe.policies.dymoe import Dymoe
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="mappings are guarded by the native library")
@@ -139,3 +141,16 @@ def test_a_step_ends_whatever_is_in_memory(files, monkeypatch, share_in_memory):
     answers, has = random.Random(7), files.in_memory
     monkeypatch.setattr(files, "in_memory", lambda key: answers.random() < share_in_memory and has(key))
     assert all(torch.equal(a, b) for a, b in zip(want, run(server, steps), strict=True))
+
+
+def test_a_file_that_is_written_to_while_it_is_served_is_verified_again(files, monkeypatch):
+    monkeypatch.setattr(cpu_executor, "_SECONDS", 0.0)
+    server = with_budget(files, "minimum", low=0, misses="compute")
+    server.host_planned.begin_step(Phase.DECODE)
+    run(server, STEPS)
+    for key in all_keys(files.experts):
+        damage(files._layers[key.layer].path, files._begin(key) + 100, b"\xff" * 100)
+    server.host_planned.begin_step(Phase.DECODE)
+    with pytest.raises(TransferError, match="checksum"):
+        run(server, STEPS)
+    server.check_integrity()

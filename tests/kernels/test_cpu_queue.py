@@ -317,8 +317,6 @@ def test_threads_that_spin_and_threads_that_sleep_give_the_same_bits(spins, monk
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 1), (7, 1, 6), (8, 1, 6), (16, 1, 14), (16, 4, 3)])
 def test_threads_spin_where_a_rank_has_enough_cores_and_leave_one_more_free(cores, ranks, threads, monkeypatch):
     monkeypatch.setattr(cpu_worker, "usable_cores", lambda: cores)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    assert cpu_worker.spins("cuda") == (cores // ranks >= 8)
-    assert cpu_worker.cpu_worker_threads("cuda") == threads
-    assert not cpu_worker.spins("cpu")
+    assert cpu_worker.spins("cuda", ranks) == (cores // ranks >= 8)
+    assert cpu_worker.cpu_worker_threads("cuda", ranks) == threads
+    assert not cpu_worker.spins("cpu", ranks)

@@ -23,7 +23,7 @@ from vllm_dymoe.plan.choice import (
 )
 from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import Device, find_device, parse_rate, rates_of
-from vllm_dymoe.plan.model import is_moe, shape_of
+from vllm_dymoe.plan.model import attention_of, is_moe, shape_of
 from vllm_dymoe.plan.routings import Routings, made_up
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.trace.synthetic import synthetic_trace
@@ -45,19 +45,98 @@ DEEPSEEK_V2_LITE = {
 }  # fmt: skip
 
 
+# Sizes of published models.
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52, "n_routed_experts": 128,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 131072,
+}  # fmt: skip
+LLAMA_4_SCOUT = {
+    "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+    "intermediate_size": 8192, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "head_dim": 128,
+    "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202048,
+}  # fmt: skip
+STEP_3_5_FLASH = {
+    "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64, "num_attention_groups": 8,
+    "head_dim": 128, "moe_num_experts": 288, "moe_top_k": 8, "moe_intermediate_size": 1280, "intermediate_size": 11264,
+    "share_expert_dim": 1280, "moe_layers_enum": ",".join(map(str, range(3, 45))), "vocab_size": 128896,
+}  # fmt: skip
+JAMBA = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 16, "num_experts_per_tok": 2,
+    "intermediate_size": 14336, "attn_layer_period": 8, "attn_layer_offset": 4, "vocab_size": 65536,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LONGCAT_FLASH = {
+    "model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64,
+    "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "moe_topk": 12,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "vocab_size": 131072,
+}  # fmt: skip
+HUNYUAN_A13B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32,
+    "intermediate_size": 3072, "num_shared_expert": [1] * 32, "vocab_size": 128167, "tie_word_embeddings": True,
+}  # fmt: skip
+LING_FLASH_2 = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+    "intermediate_size": 9216, "num_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 157184,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("config", "billions", "layers"), [(QWEN3_30B, 30.53, 48), (MIXTRAL, 46.70, 32), (DEEPSEEK_V2_LITE, 15.71, 26)]
-)
+    ("config", "billions", "layers"),
+    [
+        (QWEN3_30B, 30.53, 48), (MIXTRAL, 46.70, 32), (DEEPSEEK_V2_LITE, 15.71, 26), (LLAMA_4_SCOUT, 107.8, 48),
+        (LONGCAT_FLASH, 560.7, 28), (HUNYUAN_A13B, 80.4, 32), (LING_FLASH_2, 102.9, 31),
+        (NEMOTRON_3_NANO, 31.6, 23), (STEP_3_5_FLASH, 196.8, 42), (JAMBA, 51.6, 16),
+    ],
+)  # fmt: skip
 def test_sizes_add_up_to_what_the_model_is_named_after(config, billions, layers):
+    """States count as attention, and some layers have more heads: up to 4 %."""
     shape = shape_of(config, "config.json")
-    experts = shape.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate
+    of_state = attention_of(config) == "recurrent"
     assert shape.moe_layers == layers
-    assert (shape.dense_weights + experts) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert sum(is_moe(config, layer) for layer in range(shape.layers)) == layers
+    weights = shape.dense_weights + shape.moe_layers * shape.experts * shape.expert_weights
+    assert weights / 1e9 == pytest.approx(billions, rel=0.04 if of_state or config is STEP_3_5_FLASH else 2e-3)
+
+
+def test_experts_without_a_gate_are_two_matrices():
+    shape = shape_of(NEMOTRON_3_NANO, "config.json")
+    assert shape.packed((16,)).nbytes(16) == 2 * 23 * 128 * 2 * 2688 * 1856
+    latent = shape_of(NEMOTRON_3_NANO | {"moe_latent_size": 1024}, "config.json")
+    assert latent.packed((16,)).nbytes(16) == 2 * 23 * 128 * 2 * 1024 * 1856
+    assert latent.dense_weights - shape.dense_weights == 23 * 2 * 2688 * 1024
+
+
+def test_groups_of_attention_are_heads_of_the_kv_cache():
+    shape = shape_of(STEP_3_5_FLASH, "config.json")
+    assert (shape.kv_heads, shape.kv_bytes) == (8, 2 * 45 * 2 * 8 * 128)
 
 
 @pytest.mark.parametrize(
     ("changes", "layers"),
-    [({}, 8), ({"mlp_only_layers": [0, 3]}, 6), ({"decoder_sparse_step": 2}, 4), ({"first_k_dense_replace": 1}, 7)],
+    [
+        ({}, 8),
+        ({"mlp_only_layers": [0, 3]}, 6),
+        ({"decoder_sparse_step": 2}, 4),
+        ({"first_k_dense_replace": 1}, 7),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5, "first_k_dense_replace": 1}, 5),
+        ({"mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 5}, 8),
+        ({"moe_layer_freq": [0, 0, *[1] * 6]}, 6),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, 3),
+        ({"moe_layers": [1, 3, 5]}, 3),
+        ({"moe_layers_enum": "4, 5,6,7"}, 4),
+        ({"moe_layers_enum": [4, 5]}, 2),
+        ({"dense_mlp_idx": 2}, 6),
+        ({"expert_layer_period": 4, "expert_layer_offset": 1}, 2),
+        ({"moe_layer_start_index": [1, 2]}, 7),
+        ({"layers_block_type": ["mamba", "moe", "attention", "moe"]}, 2),
+        ({"hybrid_override_pattern": "ME*-E"}, 2),
+    ],
 )
 def test_layers_without_experts_are_known(changes, layers):
     assert sum(is_moe(QWEN3_30B | changes, layer) for layer in range(8)) == layers

@@ -6,10 +6,12 @@ A smaller budget frees memory for others; a larger one is checked first.
 import re
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
 
+from tests.errors import refused
 from tests.executor.steps import CPU, forward, kept_by, make_server, random_step
 from tests.small_model import make_experts
 from tests.support.memory_writer import MemoryStore
@@ -53,6 +55,14 @@ def test_an_automatic_budget_is_that_of_the_start():
     with pytest.raises(ConfigError, match="sized its KV cache"):
         server.resize("auto for 4 requests")
     assert server.slot_plan == before
+
+
+def test_the_largest_budget_can_be_reported(server):
+    """The engine sends its counts to the front end in 64 bits."""
+    server.resize(2**63 - 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(server.stats().to_dict()))["budget_bytes"] == 2**63 - 1
+    with refused():
+        server.resize(2**63)
 
 
 def test_slots_that_numpy_has_seen_are_given_back_too(tmp_path):

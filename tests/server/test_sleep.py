@@ -77,3 +77,23 @@ def test_what_cannot_be_had_again_is_a_sentence_and_may_be_tried_again(folder, m
     server.wake()
     assert all(map(torch.equal, run_on_card(server, STEPS), want))
     server.close()
+
+
+def test_experts_that_cannot_be_read_at_waking_are_read_at_the_next_try(folder, monkeypatch):
+    server = make_server(make_host_cache(folder, 1), "50%", link_gbps=50.0)
+    want, read_into, reads = run_on_card(server, STEPS), FileStore.read_into, []
+
+    def fail_once(*given, **how):
+        reads.append(given)
+        if len(reads) == 20:
+            raise StoreError("the disk is on fire")
+        read_into(*given, **how)
+
+    server.sleep(2)
+    monkeypatch.setattr(FileStore, "read_into", fail_once)
+    with pytest.raises(StoreError, match="on fire"):
+        server.wake()
+    assert server.store.slots.nbytes == 0
+    server.wake()
+    assert all(map(torch.equal, run_on_card(server, STEPS), want))
+    server.close()

@@ -14,6 +14,7 @@ from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
 from tests.support.no_host import NoHost
 from tests.vllm_plugin.steps import rank_of, scheduled
+from vllm_dymoe.cache.device_table import DeviceFailures
 from vllm_dymoe.cache.host_cache import join
 from vllm_dymoe.executor.copy_branch import Branch
 from vllm_dymoe.executor.small_batch import SmallBatches, StepMemory
@@ -407,8 +408,32 @@ def test_so_does_one_whose_experts_are_shared_out_among_ranks(memory_store, rows
     server.check_integrity()
 
 
-def test_a_step_that_ends_late_fails_when_its_output_is_complete(server):
-    """vLLM begins the next step before this one has ended (asynchronous scheduling)."""
+class Arriving:
+    """The event of a copy to the host that is still on its way."""
+
+    def __init__(self, on_host):
+        self._copied, self._on_host = on_host.clone(), on_host
+        on_host.fill_(-1)
+
+    def synchronize(self):
+        self._on_host.copy_(self._copied)
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_a_step_that_ends_late_fails_when_its_output_is_complete(server, on_its_way, monkeypatch):
+    """vLLM begins the next step before this one has ended (asynchronous scheduling).
+
+    What the device has met may arrive on the host after the step's tokens.
+    """
+    send = DeviceFailures.send
+
+    def send_late(failures, step):
+        send(failures, step)
+        number, on_host, _ = failures._sent.pop()
+        failures._sent.append((number, on_host, Arriving(on_host)))
+
+    if on_its_way:
+        monkeypatch.setattr(DeviceFailures, "send", send_late)
     rank, output, answers = rank_of(server), scheduled(1, 1), []
 
     class Later(AsyncModelRunnerOutput):

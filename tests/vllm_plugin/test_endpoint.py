@@ -3,6 +3,7 @@
 import asyncio
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_dymoe.vllm_plugin.endpoint import BUDGET, LIVE, PAGE, PRECISION, PREDICTOR, DymoeEndpoint, LiveAnswers
 
 ROOT = Path(__file__).resolve().parents[2]
+CHANGES = ("dymoe_precision", "dymoe_resize")
 REFUSED = "vllm-dymoe: the precision stays as it was: no."
 
 
@@ -22,14 +24,22 @@ class Engine:
     The client puts its own words before the worker's sentence.
     """
 
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+
     def __init__(self):
         self.state = {"retention": 0.75}
         self.calls = []
+        self.short = False  # whether memory has become short after the check
 
     async def collective_rpc(self, method, timeout, kwargs):
-        assert timeout > 0
+        changes = method in CHANGES and bool(kwargs)
+        assert timeout is None if changes or method in ("dymoe_check", "dymoe_predictor") else timeout > 0
         self.calls.append((method, kwargs))
-        if kwargs.get("retention", 0) > 1:
+        if method == "dymoe_check":
+            assert kwargs.keys() == {"method", "changes"}
+            assert kwargs["method"] in CHANGES
+            kwargs = kwargs["changes"]
+        if kwargs.get("retention", 0) > 1 or (self.short and changes):
             said = f"Worker failed with error '{REFUSED}', please check the stack trace above for the root cause"
             raise Exception(f"Call to collective_rpc method failed: {said}")
         if "crash" in kwargs:
@@ -77,6 +87,15 @@ def test_what_is_refused_is_the_clients_mistake_and_what_fails_otherwise_is_not(
     assert client.get(PRECISION).json()["ranks"][0] == {"retention": 0.75}
 
 
+def test_every_rank_is_asked_before_one_changes(client, engine):
+    client.post(PRECISION, json={"retention": 2})
+    assert [method for method, _ in engine.calls] == ["dymoe_check"]
+    engine.short = True
+    answer = client.post(PRECISION, json={"retention": 0.5})
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(f"{REFUSED} Other ranks may have changed")
+
+
 def test_a_predictor_is_written_when_it_is_asked_for(client, engine):
     assert client.post(PREDICTOR).status_code == 200
     assert engine.calls == [("dymoe_predictor", {})]
@@ -84,10 +103,12 @@ def test_a_predictor_is_written_when_it_is_asked_for(client, engine):
 
 def test_a_budget_reaches_the_workers_and_nothing_else_does(client, engine):
     assert client.post(BUDGET, json={"expert_budget": "50%"}).status_code == 200
-    assert engine.calls == [("dymoe_resize", {"expert_budget": "50%"})]
+    budget = {"expert_budget": "50%"}
+    check = "dymoe_check", {"method": "dymoe_resize", "changes": budget}
+    assert engine.calls == [check, ("dymoe_resize", budget)]
     assert client.post(BUDGET, json={"crash": 1}).status_code == 400
     assert client.post(BUDGET, json={}).status_code == 400
-    assert len(engine.calls) == 1
+    assert len(engine.calls) == 2
 
 
 def test_pages_that_ask_together_cost_one_question(engine):

@@ -10,15 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed import TCPStore
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.vllm_plugin.steps import scheduled
@@ -177,9 +181,9 @@ def test_ranks_of_a_pipeline_may_be_in_different_steps(ranks):
     assert last.finish(output()).failure == "the second step"
 
 
-def make_scheduler(kind):
+def make_scheduler(kind, **settings):
     apply_patches()
-    config = configure({}, enable_prefix_caching=True, max_num_batched_tokens=128, max_num_seqs=4)
+    config = configure({}, enable_prefix_caching=True, max_num_batched_tokens=128, max_num_seqs=4, **settings)
     config.scheduler_config.async_scheduling = kind is AsyncScheduler
     config.cache_config.num_gpu_blocks = 64
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -193,7 +197,7 @@ def make_scheduler(kind):
     )
 
 
-def request(name, prompt=PROMPT):
+def request(name, prompt=PROMPT, pooling=None):
     sampling = SamplingParams(max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     sampling.update_from_generation_config({}, 2)
     function = get_hash_fn_by_name("sha256")
@@ -201,8 +205,8 @@ def request(name, prompt=PROMPT):
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=sampling,
-        pooling_params=None,
+        sampling_params=None if pooling else sampling,
+        pooling_params=pooling,
         block_hasher=get_request_block_hasher(BLOCK, function),
     )
 
@@ -270,12 +274,62 @@ def test_a_request_that_was_aborted_meanwhile_leaves_no_prefix_behind():
     assert cached_tokens(scheduler) == 0
 
 
+def test_what_may_have_read_blocks_of_a_request_that_was_aborted_meanwhile_ends():
+    """Nobody knows these blocks any more, but a request without blocks cannot have read them."""
+    scheduler = make_scheduler(AsyncScheduler)
+    scheduler.add_request(request("a"))
+    failing = scheduler.schedule()
+    scheduler.add_request(request("reader"))
+    following = scheduler.schedule()
+    assert [new.num_computed_tokens for new in following.scheduled_new_reqs] == [64]
+    scheduler.add_request(request("later"))
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert update(scheduler, failing, "the sentence")[1] == {"reader": "the sentence"}
+    assert update(scheduler, following) == ([], {})
+    assert scheduler.schedule().num_scheduled_tokens == {"later": 80}
+
+
+@pytest.mark.parametrize("failure", [None, "the sentence"])
+def test_what_a_failed_step_wrote_is_not_found_outside_of_the_device(failure):
+    """vLLM's connector has begun to store it when the failure becomes known, and ends a step later."""
+    scheduler = make_scheduler(Scheduler, kv_offloading_size=0.01)
+    scheduler.add_request(request("a"))
+    step = scheduler.schedule()
+    stored = step.kv_connector_metadata.store_jobs
+    assert stored
+    update(scheduler, step, failure)
+    following = scheduler.schedule()
+    stored = dict.fromkeys(stored | following.kv_connector_metadata.store_jobs, 1)
+    done = KVConnectorOutput(kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=stored))
+    names = list(following.num_scheduled_tokens)
+    indices = {name: index for index, name in enumerate(names)}
+    tokens = [[5] for _ in names]
+    scheduler.update_from_output(following, ModelRunnerOutput(names, indices, tokens, kv_connector_output=done))
+    probe = request("probe")
+    scheduler.add_request(probe)
+    found, _ = scheduler.connector.get_num_new_matched_tokens(probe, 0)
+    assert found == (0 if failure else len(PROMPT))
+
+
+@pytest.mark.parametrize("confirms", [True, False, None])
+def test_a_connector_that_may_keep_it_is_named(monkeypatch, said, confirms):
+    scheduler = make_scheduler(Scheduler, kv_offloading_size=0.01)
+    monkeypatch.setattr(scheduler.connector, "reset_cache", lambda: confirms)
+    scheduler.add_request(request("a"))
+    update(scheduler, scheduler.schedule(), "the sentence")
+    assert any("OffloadingConnector did not confirm" in text for _, text in said) is not bool(confirms)
+
+
 def completion(finish_reason, stop_reason):
     return SimpleNamespace(outputs=[SimpleNamespace(finish_reason=finish_reason, stop_reason=stop_reason)])
 
 
+def patched(name, original):
+    (patch,) = [patch for patch in PATCHES if patch.target[1] == name]
+    return patch.wrapped(original)
+
+
 def test_the_front_end_raises_and_closes_what_it_read_from():
-    (patch,) = [patch for patch in PATCHES if patch.target[1] == "generate"]
     closed = []
 
     async def outputs(engine, prompt):
@@ -287,7 +341,7 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
             closed.append(prompt)
 
     async def read():
-        async for output in patch.wrapped(outputs)(None, "hello"):
+        async for output in patched("generate", outputs)(None, "hello"):
             got.append(output)
 
     got = []
@@ -295,6 +349,45 @@ def test_the_front_end_raises_and_closes_what_it_read_from():
         asyncio.run(read())
     assert len(got) == 1
     assert closed == ["hello"]
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("failure", [None, "the sentence"])
+def test_a_pooling_model_answers_with_the_message_and_its_engine_goes_on(failure, served):
+    """The engine's outputs pass vLLM's front end, which takes outputs without pooled data for completions."""
+    scheduler, pooling = make_scheduler(Scheduler), PoolingParams(task="embed")
+    scheduler.add_request(request("a", pooling=pooling))
+    pooled = ModelRunnerOutput(["a"], {"a": 0}, pooler_output=[torch.ones(3)])
+    output = FailedStep.of(pooled, failure) if failure else pooled
+    by_client = scheduler.update_from_output(scheduler.schedule(), output)
+    assert not scheduler.has_unfinished_requests()
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(by_client[0])).outputs
+
+    processor = OutputProcessor(None, log_stats=False)
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "a") if served else None
+    asked = EngineCoreRequest("a", PROMPT, None, None, pooling, 0.0, None, None, None, external_req_id="a")
+    processor.add_request(asked, None, queue=queue)
+
+    def step(engine):
+        return processor.process_outputs(arrived).request_outputs
+
+    async def encode(engine):
+        assert step(engine) == []
+        yield queue.get_nowait()
+
+    async def read():
+        return [each async for each in patched("encode", encode)(None)]
+
+    def answer():
+        return asyncio.run(read()) if served else patched("step", step)(None)
+
+    if failure:
+        with pytest.raises(Exception, match=failure):
+            answer()
+    else:
+        (answered,) = answer()
+        assert answered.outputs.data.tolist() == [1, 1, 1]
+    assert not processor.has_unfinished_requests()
 
 
 def test_every_rank_hears_once_of_a_failure_on_any(ranks):

@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -25,6 +26,8 @@ KEY = "secret"
 
 class Engine:
     """Calls the worker's methods as vLLM's client does; runs a step before each call."""
+
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
 
     def __init__(self, rank):
         self.rank, self.steps, self.down = rank, 0, False

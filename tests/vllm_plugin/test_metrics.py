@@ -13,6 +13,7 @@ from vllm_dymoe import summary
 from vllm_dymoe.server.stats import ServerStats
 from vllm_dymoe.vllm_plugin import patches
 from vllm_dymoe.vllm_plugin.metrics import METRICS, Statistics
+from vllm_dymoe.vllm_plugin.prepare import WORKER_EXTENSION
 
 NONE = {"demand": 0, "prefetch": 0, "migration": 0}
 SOME = {
@@ -100,17 +101,18 @@ def test_the_line_of_an_interval(registry):
 
 
 class Engine:
-    def __init__(self, quantization="dymoe", logs=True, client=0):
+    def __init__(self, quantization="dymoe", logs=True, client=0, extension=WORKER_EXTENSION):
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(quantization=quantization, served_model_name="engine")
+            model_config=SimpleNamespace(quantization=quantization, served_model_name="engine"),
+            parallel_config=SimpleNamespace(data_parallel_size=1, worker_extension_cls=extension),
         )
         self.logger_manager = object() if logs else None
         self.engine_core = SimpleNamespace(client_index=client)
         self.asked = 0
 
-    async def collective_rpc(self, method, timeout):
+    async def collective_rpc(self, method, timeout, kwargs):
         assert timeout == envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "a node that has died would be waited for"
-        assert method == "dymoe_stats"
+        assert (method, kwargs) == ("dymoe_stats", {})
         self.asked += 1
         return [answer(hits=1)]
 
@@ -119,17 +121,25 @@ async def original(self):
     pass
 
 
-@pytest.mark.parametrize("options", [{"quantization": "awq"}, {"logs": False}, {"client": 1}])
+@pytest.mark.parametrize(
+    "options", [{"quantization": "awq"}, {"logs": False}, {"client": 1}, {"extension": f"{__name__}.Engine"}]
+)
 def test_no_worker_is_asked_where_nothing_is_to_say(options):
     engine = Engine(**options)
     asyncio.run(patches._do_log_stats(original, engine))
     assert engine.asked == 0
 
 
+def test_the_workers_are_asked_at_each_interval():
+    engine = Engine()
+    asyncio.run(patches._do_log_stats(original, engine))
+    assert engine.asked == 1
+
+
 def test_counts_that_cannot_be_had_stop_nothing(warnings):
     """An exception here would end vLLM's logging and, in LLM(), the step."""
     engine = Engine()
-    engine.collective_rpc = lambda method, timeout: 1 / 0
+    engine.collective_rpc = lambda method, timeout, **more: 1 / 0
     asyncio.run(patches._do_log_stats(original, engine))
     patches._do_log_stats(lambda self: None, engine)
     assert ["division by zero" in warning for warning in warnings()] == [True, True]

@@ -25,13 +25,14 @@ from vllm_dymoe.cache.store import MANIFEST, FileStore, HostPlace, Manifest, Sto
 from vllm_dymoe.cache.store import files as model_files_of_store
 from vllm_dymoe.cache.store.files import file_name
 from vllm_dymoe.cache.store.writer import StoreWriter
-from vllm_dymoe.experts.format import all_keys
+from vllm_dymoe.experts.format import Projection, all_keys
 from vllm_dymoe.options import Options, store_root
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.convert import convert
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.packer import ExpertPacker
-from vllm_dymoe.quantize.readers import PLAIN_READER
+from vllm_dymoe.quantize.readers import PLAIN_READER, make_reader
+from vllm_dymoe.quantize.readers.base import MixedReader
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.vllm_plugin import model_store
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, cached_store, check_belongs, place_experts
@@ -152,16 +153,25 @@ def vllm_config(model, load_format="auto", **parallel):
         load_config=SimpleNamespace(load_format=load_format, download_dir=None),
         parallel_config=SimpleNamespace(**ranks | parallel),
         device_config=SimpleNamespace(device_type="cpu", device="cpu"),
+        speculative_config=None,
     )
 
 
-def load(model, root, *, load_format="auto", weights=None, host_store="file", **parallel):
-    """Load a model as vLLM does; return its store and whether this start packed it."""
-    options = Options(high=4, low=2, group_size=32, store_dir=root, host_store=host_store)
+def load(model, root, *, load_format="auto", weights=None, host_store="file", scattered=(), asked=None, **parallel):
+    """Load a model as vLLM does; return its store and whether this start packed it.
+
+    Args:
+        scattered: see ``LayerSpec``.
+        asked: options other than those of the other tests.
+    """
+    options = Options(
+        **{"high": 4, "low": 2, "group_size": 32, "store_dir": root, "host_store": host_store, **(asked or {})}
+    )
     loading = ModelStore(vllm_config(model.folder, load_format, **parallel), options, None, PLAIN_READER, 1 << 30)
     for number in MOE_LAYERS:
         name = f"model.layers.{number}.mlp.experts"
-        loading.add(LayerSpec(name, EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False, 0, 1, 0, 1))
+        sizes = EXPERTS_OF_MODEL, 2, HIDDEN, INTERMEDIATE, torch.bfloat16, False
+        loading.add(LayerSpec(name, *sizes, 0, 1, 0, 1, scattered=scattered))
     packed = False
     for position in range(len(MOE_LAYERS)):
         for (layer, expert, projection), weight in (weights or model.experts).items():
@@ -205,6 +215,12 @@ def test_a_store_is_found_again_and_a_mere_copy_of_the_model_finds_it(model, tmp
     assert store.folder == first.folder
 
 
+def test_a_model_in_the_working_folder_has_its_folders_name(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(model.folder)
+    store, _ = load(dataclasses.replace(model, folder=Path(".")), tmp_path / "cache")
+    assert store.folder.parent.name.startswith("model-")
+
+
 def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model, tmp_path):
     """Times are equal in reproducible images, in Nix and squashfs, or after ``touch``."""
     first, _ = load(model, tmp_path / "cache")
@@ -217,6 +233,58 @@ def test_other_weights_with_equal_names_sizes_and_times_have_another_store(model
     second, packed = load(other, tmp_path / "cache")
     assert packed
     assert not torch.equal(experts_of(second), experts_of(first))
+
+
+def test_a_rank_with_other_experts_of_the_model_has_another_store(model, tmp_path):
+    """Round-robin placement gives a rank as many experts as linear, but others."""
+    first, _ = load(model, tmp_path / "cache")
+    other, packed = load(model, tmp_path / "cache", scattered=(0, 2, 4, 6), weights=doubled(model))
+    assert packed
+    assert other.folder != first.folder
+    assert not load(model, tmp_path / "cache", scattered=(0, 2, 4, 6))[1]
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_that_are_read_in_another_way_have_another_store(model, tmp_path, mixed):
+    """The two versions of GPTQ differ in the zero points that the same numbers mean."""
+
+    def identity(version):
+        reader = make_reader(GPTQ | {"checkpoint_format": version})
+        if mixed:
+            reader = MixedReader.of({(layer, of): reader for layer in MOE_LAYERS for of in Projection})
+        options = Options(high=4, low=0, group_size=32, store_dir=tmp_path)
+        loading = ModelStore(vllm_config(model.folder), options, None, reader, 1 << 30)
+        loading.add(dataclasses.replace(SPEC, hidden=HIDDEN, intermediate=INTERMEDIATE))
+        return loading._manifest.model
+
+    assert identity("gptq") == identity("gptq")
+    assert identity("gptq") != identity("gptq_v2")
+
+
+def test_after_a_change_of_what_is_packed_stores_of_earlier_versions_are_not_used(model, tmp_path, monkeypatch):
+    load(model, tmp_path / "cache")
+    monkeypatch.setattr(model_store, "PACKING_VERSION", model_store.PACKING_VERSION + 1)
+    assert load(model, tmp_path / "cache")[1]
+
+
+def test_options_that_change_no_byte_at_16_bits_change_no_store(model, tmp_path):
+    first, packed = load(model, tmp_path / "cache", asked={"high": 16, "low": 0, "group_size": 32})
+    assert packed
+    others = {"high": 16, "low": 0, "group_size": 128, "quantizer": "hqq"}
+    store, packed = load(model, tmp_path / "cache", asked=others)
+    assert (packed, store.folder) == (False, first.folder)
+
+
+@pytest.mark.parametrize("checksums", ["first", "always"])
+def test_a_warning_says_that_a_checkpoints_own_experts_cannot_be_verified(model, tmp_path, warnings, checksums):
+    asked = {"high": 16, "low": 0, "checksums": checksums}
+    store, packed = load(model, tmp_path / "cache", host_store="pinned", asked=asked)
+    assert (packed, store.files.folder) == (False, model.folder)
+    assert ["checksums" in line for line in warnings()] == [True] * (checksums == "always")
+    store.close()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "runai_streamer"])

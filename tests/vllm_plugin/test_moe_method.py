@@ -6,6 +6,7 @@ to step, as residency does; a graph that captured the layer would keep the numbe
 
 import contextlib
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -242,3 +243,36 @@ def test_a_process_that_has_loaded_a_model_without_breaks_is_not_given_one_with(
     layer = make_layer(shared=False)
     with context(layer), pytest.raises(ConfigError, match="in a process of its own"):
         moe_method.entry_with_buffers(layer)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scattered"),
+    [
+        (None, ()),
+        ([0, 1, -1, -1], ()),
+        ([-1, -1, 0, 1], ()),
+        ([-1, 0, -1, -1], ()),
+        ([0, -1, 1, -1], (0, 2)),
+        ([-1, 0, -1, 1], (1, 3)),
+    ],
+)
+def test_a_layer_names_the_experts_of_its_rank_unless_they_are_consecutive(numbers, scattered, monkeypatch):
+    """Linear placement gives a rank consecutive experts, round-robin placement others."""
+    from vllm_dymoe.vllm_plugin import moe_method
+
+    method = moe_method.DymoeMoEMethod.__new__(moe_method.DymoeMoEMethod)
+    ranks = {"enable_eplb": False, "tp_rank": 0, "tp_size": 1, "ep_rank": 0, "ep_size": 2}
+    method.moe = SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(**ranks), num_experts=4, experts_per_token=2, has_bias=False
+    )
+    method.loading = mock.Mock()
+    method.loading.add_layer.side_effect = ConfigError("no more is needed")
+    monkeypatch.setattr(moe_method, "activation_of", lambda layer: None)
+    layer = SimpleNamespace(
+        layer_name="layer",
+        apply_router_weight_on_input=False,
+        expert_map=None if numbers is None else torch.tensor(numbers, dtype=torch.int32),
+    )
+    with pytest.raises(ConfigError):
+        method.create_weights(layer, 2, HIDDEN, HIDDEN, torch.bfloat16)
+    assert method.loading.add_layer.call_args.args[0].scattered == scattered

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from tests.errors import refused
 from tests.executor.steps import CPU, make_server, random_step
+from tests.small_model import make_experts, make_store
 from tests.support.faulty_store import FaultyStore
+from tests.support.patience import becomes
 from tests.vllm_plugin.steps import rank_of, scheduled
 from vllm_dymoe.cache.transfer import TransferError, make_engine
 from vllm_dymoe.kernels import Activation
@@ -88,7 +92,7 @@ class Server:
 
     experts = SimpleNamespace(layers=(0,), num_experts=64)
     policy = SimpleNamespace(precision=PrecisionPolicy(), prefetch=None)
-    small_batches, ranks_add_up = None, False
+    small_batches, ranks_add_up, no_slots = None, False, ""
     cpu, needs_python = None, True
 
     def __init__(self, error=None):
@@ -143,12 +147,13 @@ class Runner:
         return object()
 
 
-def served_by(runner, rank):
+def served_by(runner, rank, runner_type="generate"):
     """Return vLLM's worker in its wrapper, with only the plugin's patches."""
     apply_patches()
     config = DymoeConfig()
     config.loading = SimpleNamespace(rank_server=rank)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=config), model_runner=runner)
+    vllm_config = SimpleNamespace(quant_config=config, model_config=SimpleNamespace(runner_type=runner_type))
+    worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
     worker.execute_model = runner.execute_model
     worker.sample_tokens = lambda grammar: Worker.sample_tokens(worker, grammar)
     wrapper = SimpleNamespace(worker=worker, _apply_mm_cache=lambda scheduler_output: None)
@@ -193,6 +198,21 @@ def test_a_layer_that_fails_gives_zeros_and_the_layers_behind_it_do_no_work_and_
         _, *ended = listener.heard
         assert ended == [True, f"forget {number}"]
         listener.heard.clear()
+
+
+def test_an_early_stage_of_a_pooling_model_ends_its_step_without_sampling():
+    """It has no output, and vLLM samples nothing; a failure must not remain for later steps."""
+    rank = rank_of(Server(TransferError("the disk is on fire")))
+
+    class Stage(Runner):
+        def execute_model(self, *arguments):
+            forward(rank)
+            return super().execute_model(*arguments)
+
+    wrapper = served_by(Stage(rank), rank, "pooling")
+    assert wrapper.execute_model(scheduled(3)) is None
+    assert rank.step.warming_up
+    assert rank.failures.sentence is None
 
 
 def test_a_fault_while_vllm_warms_up_ends_the_start_unless_other_ranks_wait(said):
@@ -284,3 +304,98 @@ def test_ranks_that_share_out_experts_have_one_threshold_after_one_could_not_com
         one, other = ([part.tolist() for part in rank.server.policy.precision.thresholds] for rank in ranks)
         assert one == other, f"after step {step}"
     assert one != [part.tolist() for part in make_policy(ranks[0].server.options).precision.thresholds], "none moved"
+
+
+class ServedSteps:
+    """Steps of three requests, in which a rank runs its first layer."""
+
+    def __init__(self, server):
+        self.rank = rank_of(server)
+        self._given = random_step(1, 3, server.experts)
+
+    def run(self):
+        """Run a step; return the layer's output, and why the step failed."""
+        output = scheduled(1, 1, 1)
+        self.rank.begin_step(output)
+        self.rank.end_native()
+        assert self.rank.failures.alone or self.rank.failures.sentence is None, "other ranks may not have begun yet"
+        out = self.rank.forward(LAYER, *self._given)
+        told = self.rank.end_model(None, output, ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
+        return out, getattr(told, "failure", "")
+
+
+@pytest.mark.parametrize("short_of", ["memory", "memory of a card", "disk"])
+def test_without_slots_every_step_fails_until_there_are_some_again(memory_store, monkeypatch, short_of):
+    """A change failed, and so did undoing it; or the engine sleeps."""
+    disk = FaultyStore(make_store(make_experts(nested=True)))
+    if short_of == "disk":  # with this policy every expert is read before the first step
+        server = make_server(disk, "100%", "dynaexq", misses="fetch", policy_options={"high_set": "layer"})
+    else:
+        server = make_server(memory_store, "50%", low=0, link_gbps=50.0 if short_of == "memory of a card" else None)
+    steps = ServedSteps(server)
+    want, failure = steps.run()
+    assert want.any()
+    assert not failure
+    with monkeypatch.context() as short:
+        if short_of == "disk":
+            short.setattr(disk, "action", lambda number, key: "fail")
+        else:
+            short.setattr(server._parts, "device_memory", type("Full", (), {"available": lambda self: 5})())
+        with refused("every request fails until expert_budget is set again"):
+            server.resize("75%" if short_of == "disk" else "25%")
+    out, failure = steps.run()
+    assert "there are no slots for experts" in failure
+    assert steps.rank.native is None
+    assert not out.any()
+    with steps.rank.idle_step():
+        assert not steps.rank.forward(LAYER, *random_step(2, 3, server.experts)).any()
+    server.resize(server.options.expert_budget)
+    again, failure = steps.run()
+    assert torch.equal(again, want)
+    assert not failure
+    server.sleep(1)
+    out, failure = steps.run()
+    assert "sleeps" in failure
+    assert not out.any()
+    server.wake()
+    again, failure = steps.run()
+    assert torch.equal(again, want)
+    assert not failure
+    server.close(keep_store=True)
+
+
+def test_a_read_that_does_not_end_fails_steps_until_the_ranks_can_start_over(memory_store):
+    disk = FaultyStore(memory_store)
+    options = Options(low=2, group_size=32, policy="dymoe", expert_budget="60%", misses="fetch", transfer_timeout_s=0.2)
+    engine = make_engine(disk, CPU, 0, timeout=0.2)
+    server = ExpertServer(disk, options, CPU, engine=engine, agree=lambda said: list(said))
+    steps = ServedSteps(server)
+    steps.rank.failures = StepFailures(steps.rank.step, HashStore())
+    disk.action = lambda number, key: "hang"
+    assert "took longer than" in steps.run()[1]
+    orphaned = list(server.host_planned.fetcher.orphaned)
+    for _ in range(2):
+        out, failure = steps.run()
+        assert "have not ended" in failure
+        assert not out.any()
+    disk.action = lambda number, key: None
+    disk.gate.set()
+    assert becomes(lambda: all(fetch.ticket.ended for fetch in orphaned))
+    out, failure = steps.run()
+    assert not failure
+    assert out.any()
+    server.check_integrity()
+    server.close(keep_store=True)
+
+
+@pytest.mark.parametrize("misses", ["compute", "fetch"])
+def test_a_router_may_give_weights_of_16_bits(memory_store, misses):
+    """Also where experts have to be fetched, so that the layer is not one native call."""
+    x, weights, ids = random_step(1, 3, memory_store.experts)
+    weights, outputs = weights.bfloat16(), []
+    for given in (weights, weights.float()):
+        rank = rank_of(make_server(memory_store, "25%", misses=misses))
+        rank.begin_step(scheduled(1, 1, 1))
+        rank.end_native()
+        outputs.append(rank.forward(LAYER, x, given, ids))
+    assert torch.equal(*outputs)

@@ -1,14 +1,20 @@
 """The workers' methods, on servers without an engine."""
 
 import base64
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.cache.store.stores import write
 from tests.errors import refused
+from tests.executor.device_planned import run_on_card
 from tests.executor.steps import STEPS, make_server, run
+from tests.small_model import make_experts
 from tests.vllm_plugin.steps import prompt, rank_of, scheduled
+from vllm_dymoe.cache.host_cache import HostCache
+from vllm_dymoe.cache.store import whole_host_cache
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.precision import Precision
 from vllm_dymoe.planner.table import CODES
@@ -52,6 +58,55 @@ def test_a_budget_of_any_kind_is_refused_with_a_sentence(budget, memory_store, m
     for option in ("expert_budget", "host_memory"):
         with pytest.raises(ConfigError, match="vllm-dymoe: "):
             DymoeWorkerExtension().dymoe_resize(**{option: budget})
+
+
+def test_two_budgets_change_together_or_not_at_all(tmp_path, monkeypatch):
+    experts = make_experts()
+    whole = whole_host_cache(experts)
+    host_cache = HostCache(write(tmp_path, experts), whole // 2)
+    server = make_server(host_cache, "50%", link_gbps=50.0)
+    monkeypatch.setattr(worker, "_server", lambda extension: server)
+    run_on_card(server, STEPS)
+    plan, held = server.slot_plan, dict(host_cache.slots.held)
+    ours = DymoeWorkerExtension()
+    for budgets in (
+        {"host_memory": whole * 3 // 4, "expert_budget": "1KiB"},
+        {"host_memory": "1KiB", "expert_budget": "25%"},
+        {"host_memory": "auto", "expert_budget": "25%"},
+    ):
+        for change in (partial(ours.dymoe_check, "dymoe_resize", budgets), partial(ours.dymoe_resize, **budgets)):
+            with refused("^vllm-dymoe: "):
+                change()
+            assert (server.slot_plan, host_cache.slots.limit, host_cache.slots.held) == (plan, whole // 2, held)
+    budgets = {"host_memory": whole * 3 // 4, "expert_budget": "25%"}
+    ours.dymoe_check("dymoe_resize", budgets)
+    assert (server.slot_plan, host_cache.slots.limit) == (plan, whole // 2), "a check changes nothing"
+    ours.dymoe_resize(**budgets)
+    assert server.slot_plan.limit < plan.limit
+    assert host_cache.slots.limit == whole * 3 // 4
+    server.close()
+
+
+def test_on_a_cpu_both_budgets_limit_the_same_memory(memory_store, monkeypatch):
+    server = make_server(memory_store, "50%")
+    monkeypatch.setattr(worker, "_server", lambda extension: server)
+    plan = server.slot_plan
+    with refused("same memory"):
+        DymoeWorkerExtension().dymoe_resize(expert_budget="75%", host_memory="60%")
+    assert server.slot_plan == plan
+    DymoeWorkerExtension().dymoe_resize(expert_budget="25%", host_memory="60%")
+    assert server.slot_plan == make_server(memory_store, "25%").slot_plan
+
+
+def test_a_check_of_precision_changes_nothing(memory_store, monkeypatch):
+    server = make_server(memory_store, "100%", "dymoe")
+    monkeypatch.setattr(worker, "_server", lambda extension: server)
+    options, cache = server.options, server.cache
+    for changes in ({"retention": 0.25}, {"low": 0}, {"high": 2, "low": 0}):
+        DymoeWorkerExtension().dymoe_check("dymoe_precision", changes)
+    with refused(option="retention"):
+        DymoeWorkerExtension().dymoe_check("dymoe_precision", {"retention": 2})
+    assert (server.options, server.cache) == (options, cache)
 
 
 @pytest.mark.parametrize("policy", ["exact", "dymoe", "dynaexq"])

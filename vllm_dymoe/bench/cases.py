@@ -53,6 +53,7 @@ class Case:
     batch: int  # requests at once
     workload: Workload  # its requests
     engine: Mapping[str, Any] = field(default_factory=dict)  # arguments of vLLM's ``LLM``
+    conditions: str = ""  # digest of all else that its numbers depend on, such as the machine
 
     @property
     def key(self) -> str:
@@ -87,7 +88,7 @@ def digest(value: Any) -> str:
 
 def grid(
     model: str, subjects: Sequence[Subject], budgets: Sequence[str], batches: Sequence[int], workload: Workload,
-    engine: Mapping[str, Any],
+    engine: Mapping[str, Any], conditions: str = "",
 ) -> list[Case]:  # fmt: skip
     """Return every combination once, with the full loads to compare with.
 
@@ -96,9 +97,9 @@ def grid(
     cases = []
     for subject, batch in itertools.product(subjects, batches):
         for budget in subject.budgets or budgets:
-            cases.append(Case(model, subject, budget, batch, workload, engine))
+            cases.append(Case(model, subject, budget, batch, workload, engine, conditions))
         if subject.options is not None:
-            cases.append(Case(model, full_load(subject.options), FULL, batch, workload, engine))
+            cases.append(Case(model, full_load(subject.options), FULL, batch, workload, engine, conditions))
     return list({case.key: case for case in cases}.values())
 
 

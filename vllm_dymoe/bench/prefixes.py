@@ -25,12 +25,13 @@ _ROUNDS, _REQUESTS = 5, 8
 
 def measure_prefixes(
     model: str, prompts: PromptSet, budgets: Sequence[str], options: Mapping[str, Any], engine: Mapping[str, Any],
-    length: int, folder: Path,
+    length: int, folder: Path, conditions: str,
 ) -> list[Row]:  # fmt: skip
     """Return a row for each budget.
 
     Args:
         folder: of rows; it may have some already.
+        conditions: as those of ``Case``.
 
     Raises:
         ConfigError: the engine fails.
@@ -39,7 +40,7 @@ def measure_prefixes(
     path, cases = folder / ROWS, []
     for budget in budgets:
         about = {"model": model, "budget": budget, "options": dict(options), "engine": dict(engine), "length": length,
-                 "decoding": _REQUESTS}  # fmt: skip
+                 "decoding": _REQUESTS, "conditions": conditions}  # fmt: skip
         cases.append({**about, "key": digest(["prefixes", prompts.digest, about])})
     known = {row["key"] for row in read_rows(path)}
     if missing := [{**case, "batch": _REQUESTS + 1} for case in cases if case["key"] not in known]:

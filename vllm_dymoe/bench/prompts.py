@@ -65,7 +65,7 @@ def read_prompts(source: str) -> PromptSet:
         return PromptSet(source, random_length=int(found[1]))
     path = resources.files("vllm_dymoe.bench").joinpath("prompts.json") if source == SHIPPED else Path(source)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{source} cannot be read as prompts ({error}); name a file, {SHIPPED}, or random:LENGTH with a length "
@@ -111,7 +111,7 @@ def _prompts(text: str, source: str) -> Iterator[Prompt]:
             if said and isinstance(said[0], str) and said[0].strip():  # real files have empty conversations
                 yield Prompt(said[0])
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON allows other ends of lines, U+2028, inside a text
         if line.strip():
             where = f"{source}, line {number},"
             yield _prompt(_parsed(line, where), where) if begin == "{" else Prompt(line)

@@ -48,8 +48,8 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ROWS
     known = {row["key"] for row in read_rows(path)}
-    if "machine" not in known:
-        append_row(path, {"key": "machine", "kind": "machine", **machine()})
+    if cases and (rates_of := machine_key(cases[0].conditions)) not in known:
+        append_row(path, {"key": rates_of, "kind": "machine", **machine()})
     done = sum(case.key in known for case in cases)
     for group in groups(case for case in cases if case.key not in known):
         progress(done, len(cases), group[0].subject.label)
@@ -58,6 +58,11 @@ def measure(
     progress(done, len(cases), "")
     rows = {row["key"]: row for row in read_rows(path)}
     return [rows[case.key] for case in cases]
+
+
+def machine_key(conditions: str) -> str:
+    """Return the key of the row with this machine's rates."""
+    return f"machine {conditions}".rstrip()
 
 
 def job_of(group: Sequence[Case], prompts: PromptSet, out: Path, expert_bytes: int = 0) -> dict[str, Any]:

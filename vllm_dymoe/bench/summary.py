@@ -19,9 +19,11 @@ class Answers:
     between: list[float] = field(default_factory=list)  # seconds from each later token's predecessor to it
     seconds: float = 0.0  # from arrival to the last token of all
     lengths: list[int] = field(default_factory=list)  # tokens of each answer
+    since: float = 0.0  # seconds from arrival to the moment at which every request has its first token
+    decoded: int = 0  # tokens after that moment
     outputs: list[str] = field(default_factory=list)  # a digest of each answer's tokens
     decode: dict[str, Any] = field(default_factory=dict)
-    """Counts of the plugin after the first token of every request; empty for peers."""
+    """Counts of the plugin after that moment; empty for peers."""
 
 
 def distribution(seconds: Sequence[float]) -> dict[str, Any]:
@@ -33,15 +35,16 @@ def distribution(seconds: Sequence[float]) -> dict[str, Any]:
 
 def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
     between = [value for group in answers for value in group.between]
-    decoding = sum(group.seconds - max(group.first) for group in answers)
+    decoding = sum(group.seconds - group.since for group in answers)
+    decoded = sum(group.decoded for group in answers)
     seconds = sum(group.seconds for group in answers)
     found: dict[str, Any] = {
         "ttft_ms": distribution([value for group in answers for value in group.first]),
         "tpot_ms": distribution(between) if between else None,
-        "decode_tokens_per_second": len(between) / decoding if between else None,
+        "decode_tokens_per_second": decoded / decoding if decoded else None,
         "tokens_per_second": sum(sum(group.lengths) for group in answers) / seconds,
         "decode_seconds": decoding,
-        "decode_tokens": len(between),
+        "decode_tokens": decoded,
         "outputs": [output for group in answers for output in group.outputs],
     }
     counted = [group.decode for group in answers if group.decode]
@@ -51,7 +54,7 @@ def summarise(answers: Sequence[Answers]) -> dict[str, Any]:
 def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
     """Merge answers of several engines at the same times, round by round.
 
-    A round lasts as long as the slowest engine.
+    A round lasts as long as the slowest engine, and its decoding begins with that of the first engine.
     """
     if len(engines) == 1:
         return list(engines[0])
@@ -63,7 +66,9 @@ def side_by_side(engines: Sequence[Sequence[Answers]]) -> list[Answers]:
             for name in ("first", "between", "lengths", "outputs")
         )
         seconds = max(part.seconds for part in parts)
-        found.append(Answers(first, between, seconds, lengths, outputs, total(counted) if counted else {}))
+        since, decoded = min(part.since for part in parts), sum(part.decoded for part in parts)
+        counts = total(counted) if counted else {}
+        found.append(Answers(first, between, seconds, lengths, since, decoded, outputs, counts))
     return found
 
 

@@ -35,6 +35,14 @@ class SlotPlan:
     def slots_of_kinds(self, precision: Precision) -> Sequence[int]:
         return self.kinds.get(precision, (self.slots[precision],))
 
+    def slots_nbytes(self, experts: ModelExperts, bits: Mapping[Precision, int]) -> int:
+        """Return the bytes of all slots, given the bits in those of each precision."""
+        return sum(
+            count * formats[bits[precision]].nbytes
+            for precision in self.slots
+            for count, formats in zip(self.slots_of_kinds(precision), experts.of_kinds, strict=True)
+        )
+
     @property
     def staging(self) -> Mapping[Precision, int]:
         """Number of staging slots of each precision."""
@@ -106,6 +114,15 @@ def limit_in_bytes(
         return int(budget.share * everything) + workspace_bytes
     slots = experts.top_k if budget.slots == "top-k" else experts.num_experts
     return slots * sum(formats[options.high].whole_nbytes for formats in experts.of_kinds) + workspace_bytes
+
+
+def check_in_host_memory(expert_budget: int, host_memory: int) -> None:
+    """Raise ConfigError if a CPU's expert budget exceeds its host memory, in bytes."""
+    if expert_budget > host_memory:
+        raise ConfigError(
+            f"vllm-dymoe: expert_budget is {expert_budget} bytes and host_memory {host_memory}, but on a CPU both "
+            "limit the same memory; leave expert_budget out, or raise host_memory."
+        )
 
 
 def plan_slots(

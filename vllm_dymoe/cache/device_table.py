@@ -302,14 +302,17 @@ class DeviceFailures:
     def take(self, step: int, experts: int | None = None) -> str:
         """Return why a step failed; empty if none did.
 
-        Covers all steps up to this number that have ended and were not asked about yet.
+        Covers all steps up to this number that were not asked about yet, and waits until they have ended.
 
         Args:
             experts: experts of all ranks, if ids have been bounded by that number; None if the table has all of them.
         """
         found = ""
-        while self._sent and self._sent[0][0] <= step and (self._sent[0][2] is None or self._sent[0][2].query()):
-            outside, *unread = self._sent.popleft()[1].unbind()
+        while self._sent and self._sent[0][0] <= step:
+            _, on_host, event = self._sent.popleft()
+            if event is not None:
+                event.synchronize()
+            outside, *unread = on_host.unbind()
             if layers := [layer for one in unread for layer in (one >= 0).nonzero().flatten().tolist()]:
                 assert self._why is not None
                 found = self._why(layers[0])

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 
 from vllm_dymoe.cache.expert_cache import Fetch
-from vllm_dymoe.cache.host_slots import HostSlots
+from vllm_dymoe.cache.host_slots import HostSlots, check_free
+from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.slots import Slot
 from vllm_dymoe.cache.store import DamagedStoreError, FileStore, HostMemoryError, HostStore, StoreError
 from vllm_dymoe.cache.store.pinning import CudaPinner
@@ -192,7 +193,13 @@ class HostCache(HostStore):
         Raises StoreError if files cannot be read; the store is then closed. ``progress`` is called with each number of
         bytes read.
         """
+        try:
+            self._read_all(progress)
+        except BaseException:
+            self.close()
+            raise
 
+    def _read_all(self, progress: Callable[[int], object] = lambda nbytes: None) -> None:
         found = self._shared is not None and self._shared.found
 
         def read(fetch: Fetch) -> int:
@@ -204,16 +211,12 @@ class HostCache(HostStore):
             return packed.numel()
 
         there = self.slots.assign_all()
-        try:
-            with self.files.reading_all(), self._threads() as pool:
-                for nbytes in pool.map(read, there):
-                    progress(nbytes)
-            if self._shared is not None:
-                self._shared.publish()
-            self.slots.publish_all()
-        except BaseException:
-            self.close()
-            raise
+        with self.files.reading_all(), self._threads() as pool:
+            for nbytes in pool.map(read, there):
+                progress(nbytes)
+        if self._shared is not None:
+            self._shared.publish()
+        self.slots.publish_all()
         self.whole = True
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -240,6 +243,7 @@ class HostCache(HostStore):
 
         HostMemoryError if there is no room for two slices of each version, or no memory; then the old budget stays.
         """
+        self.check_resize(nbytes)
         before = self.slots.limit
         with self._changed:
             self.sleep()
@@ -249,6 +253,11 @@ class HostCache(HostStore):
             except HostMemoryError:
                 self._make_slots(before)
                 raise
+
+    def check_resize(self, nbytes: int) -> None:
+        """Raise HostMemoryError if there is no room for another budget; nothing changes."""
+        freed = 0 if self._shared is not None else self.slots.nbytes
+        check_free(self.experts, nbytes, available_host_memory() + freed)
 
     def _make_slots(self, nbytes: int, shared: SharedMemory | None = None, *, fills: bool = False) -> None:
         given = self.experts, nbytes, self._pinner, self.engine, shared, self.slots.counts
@@ -268,16 +277,18 @@ class HostCache(HostStore):
     def wake(self) -> None:
         """Allocate as much memory as before.
 
-        It is filled if it held all slices before, and otherwise empty. Errors are as at start.
+        It is filled if it held all slices before, and otherwise empty. Errors are as at start; after one the memory is
+        free again, and ``wake`` may be called again.
         """
         try:
             with self._changed:
                 self._make_slots(self.slots.limit, self._shared if self.whole else None, fills=self.whole)
+            if self.whole:
+                self._read_all()
         except BaseException:
+            self.slots.close()
             _unshare(self._shared)
             raise
-        if self.whole:
-            self.fill()
 
     def take(self, other: HostStore, experts: ModelExperts) -> None:
         """Append another store, with the host memory of both; see the base class.

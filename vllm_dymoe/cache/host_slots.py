@@ -70,21 +70,12 @@ class HostSlots:
         self.coming: set[SliceKey] = set()
         self.leaving: list[Fetch] = []
         self.refused: str | None = None
-        least = smallest_host_cache(experts)
-        if nbytes < least:
-            raise HostMemoryError(
-                f"host_memory is {nbytes} bytes, but two slices of each version need {least}; set host_memory to at "
-                f"least {least} bytes"
-            )
-        counts_of_kinds = slots_of_kinds(experts, nbytes)
-        needed, found = 0, False
-        for count, formats in zip(counts_of_kinds, experts.of_kinds, strict=True):
-            needed += count * sum(whole_pages(fmt.nbytes) for fmt in formats.values())
+        counts_of_kinds, found = slots_of_kinds(experts, nbytes), False
         if shared is not None:
-            shared.begin(needed)
+            shared.begin(_nbytes(experts, counts_of_kinds))
             found = shared.found
-        if not found and (free := available_host_memory()) < needed:
-            raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} bytes are free")
+        if not found:
+            check_free(experts, nbytes, available_host_memory())
         arenas: list[Arena] = []  # all of them
         try:
             for bits in experts.formats:
@@ -328,11 +319,28 @@ class HostSlots:
             fetcher.cache.check_integrity((fetch.precision, fetch.slot, fetch.kept) for fetch in flying)
 
 
+def check_free(experts: ModelExperts, nbytes: int, free: int) -> None:
+    """Raise HostMemoryError if a budget has too few slots, or exceeds the free memory."""
+    if free < _nbytes(experts, slots_of_kinds(experts, nbytes)):
+        raise HostMemoryError(f"host_memory would be {nbytes} bytes, but {free} bytes are free")
+
+
+def _nbytes(experts: ModelExperts, counts: Sequence[int]) -> int:
+    """Return the bytes of the slots of all kinds of layers."""
+    sizes = (sum(whole_pages(fmt.nbytes) for fmt in formats.values()) for formats in experts.of_kinds)
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
 def slots_of_kinds(experts: ModelExperts, nbytes: int) -> list[int]:
     """Return the slots that a budget has for each kind of layers.
 
-    Each kind gets slots for the same share of its experts, but at least two.
+    Each kind gets slots for the same share of its experts, but at least two. HostMemoryError if that is impossible.
     """
+    if nbytes < (smallest := smallest_host_cache(experts)):
+        raise HostMemoryError(
+            f"host_memory is {nbytes} bytes, but two slices of each version need {smallest}; set host_memory to at "
+            f"least {smallest} bytes"
+        )
     pages = [sum(whole_pages(fmt.nbytes) for fmt in formats.values()) for formats in experts.of_kinds]
     every = [experts.kinds.count(kind) * experts.num_experts for kind in range(len(pages))]
     least = sum(min(_FEWEST, most) * size for most, size in zip(every, pages, strict=True))

@@ -219,9 +219,11 @@ class Migration:
             self._flying.append(_Move(swap, self._begin(swap), self._windows))
 
     def stop(self) -> None:
+        """Give up all moves; waits for copies that are moving, as long as the engine does."""
         self._planned.clear()
         for move in list(self._flying):
-            self._give_up(move, "outdated")
+            self._fetcher.give_up(move.fetches, wait=True)
+            self._end(move, "outdated")
 
     def _state(self, move: _Move) -> int:
         if not move.fetches or any(f.ticket.state in (State.FAILED, State.CANCELLED) for f in move.fetches):

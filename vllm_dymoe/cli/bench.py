@@ -4,6 +4,7 @@ Policies, budgets and batches are compared side by side.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,20 +14,23 @@ from typing import Any
 import torch
 import typer
 
-from vllm_dymoe.bench.cases import ENGINES, EVERYTHING, PEERS, Case, Subject, Workload, grid, subject_of
+from vllm_dymoe.bench.cases import ENGINES, EVERYTHING, PEERS, Case, Subject, Workload, digest, grid, subject_of
 from vllm_dymoe.bench.prefixes import cells as prefix_cells
 from vllm_dymoe.bench.prefixes import measure_prefixes
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
-from vllm_dymoe.bench.run import measure
+from vllm_dymoe.bench.run import machine_key, measure
 from vllm_dymoe.bench.table import Bounds, bits_of, cells, for_terminals, markdown, numbers
 from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.durable import replace_file
-from vllm_dymoe.options import ConfigError, ExpertBudget
+from vllm_dymoe.options import ConfigError, ExpertBudget, store_root
 from vllm_dymoe.plan.device import parse_rate
-from vllm_dymoe.plan.model import ModelShape, read_shape
-from vllm_dymoe.resolve import resolve_options
+from vllm_dymoe.plan.machine import Probe
+from vllm_dymoe.plan.model import ModelShape, config_folder, read_shape
+from vllm_dymoe.quantize.checkpoint import content_fingerprint
+from vllm_dymoe.quantize.model_config import read_config
+from vllm_dymoe.resolve import ENVIRONMENT_PREFIX, resolve_options
 
 
 @dataclass
@@ -44,6 +48,18 @@ class Bench:
     @cached_property
     def shape(self) -> ModelShape:
         return read_shape(self.model)
+
+    @cached_property
+    def conditions(self) -> str:
+        """A digest of what rows depend on in addition to their cases.
+
+        It is of the versions, the machine with its cards and drivers, the model's files, and the variables of the
+        plugin and of vLLM.
+        """
+        folder = config_folder(self.model)
+        content = content_fingerprint(folder) if Path(self.model).is_dir() else str(folder)  # which names a commit
+        variables = {name: os.environ[name] for name in os.environ if name.startswith((ENVIRONMENT_PREFIX, "VLLM_"))}
+        return digest([Probe.of(store_root(None), self.shape).key, read_config(folder), content, variables])
 
     def measure(self, cases: Sequence[Case]) -> list[Row]:
         """Return the rows of all cases; those measured before are not measured again."""
@@ -74,7 +90,8 @@ class Bench:
             subjects = [_with_misses(way, subject) for way in misses for subject in subjects]
         if links:
             subjects = [_behind(parse_rate(link), subject) for link in links for subject in subjects]
-        self.report(self.measure(grid(self.model, subjects, budgets, batches, self.workload, self.engine)))
+        cases = grid(self.model, subjects, budgets, batches, self.workload, self.engine, self.conditions)
+        self.report(self.measure(cases))
 
     def prefixes(self, policies: Sequence[str], budgets: Sequence[str], length: int) -> None:
         """Measure first tokens of prompts.
@@ -86,7 +103,7 @@ class Bench:
         for policy in policies:
             subject = subject_of(policy, self.options)
             rows = measure_prefixes(
-                self.model, self.asked, budgets, subject.options or {}, self.engine, length, self.out
+                self.model, self.asked, budgets, subject.options or {}, self.engine, length, self.out, self.conditions
             )
             body = [prefix_cells(row) for row in rows]
             title = f"{self.model}, {subject.label}: first tokens"
@@ -130,7 +147,8 @@ class Bench:
 
         They are the machine's rates before anything ran on it, and the bytes that a token has to read.
         """
-        (found,) = [row for row in read_rows(self.out / ROWS) if row["kind"] == "machine"]
+        rates = machine_key(self.conditions)
+        (found,) = [row for row in read_rows(self.out / ROWS) if row["key"] == rates]
         bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
         tokens = {

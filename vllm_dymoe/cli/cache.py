@@ -3,6 +3,7 @@
 Earlier starts wrote them to ``store_dir``.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -22,8 +23,8 @@ from vllm_dymoe.options import ConfigError, store_root
 from vllm_dymoe.resolve import resolve_options
 from vllm_dymoe.units import size
 
-_NAME = re.compile(r".+-[0-9a-f]{16}")
-_RANK = re.compile(r"rank-\d+-\d+")
+_NAME = re.compile(r".*-[0-9a-f]{16}")
+_RANK = re.compile(r"rank-\d+-\d+(\.lock|\.partial-.+)?")
 COMPLETE, DAMAGED, UNFINISHED, WRITTEN = "complete", "damaged", "unfinished", "being written"
 _USELESS = (DAMAGED, UNFINISHED)
 
@@ -76,8 +77,8 @@ def clean_stores(names: Sequence[str], store_dir: Path | None, *, everything: bo
         if unused_days is not None:
             chosen = [one for one in found.values() if one.unused_days >= unused_days]
     for one in chosen:
-        _remove(root / one.name)
-        typer.echo(f"{'left' if (root / one.name).exists() else 'removed'} {one.name}, {size(one.bytes)}.")
+        removed = _remove(root / one.name)
+        typer.echo(f"{'removed' if removed else 'left'} {one.name}, {size(one.bytes)}.")
     if not chosen:
         typer.echo("Nothing to remove; name a store, or use --all or --unused-days.")
 
@@ -87,7 +88,14 @@ def cached_models(root: Path) -> list[CachedModel]:
     if not root.is_dir():
         return []
     folders = (Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
-    return [_describe(folder, _parts(folder)) for folder in sorted(folders) if _NAME.fullmatch(folder.name)]
+    named = (folder for folder in sorted(folders) if _NAME.fullmatch(folder.name))
+    return [_describe(folder, _parts(folder)) for folder in named if _is_ours(folder)]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder holds stores of ranks, or nothing."""
+    entries = os.listdir(folder)
+    return not entries or any(map(_RANK.fullmatch, entries))
 
 
 def _describe(folder: Path, parts: Sequence[Path]) -> CachedModel:
@@ -114,7 +122,7 @@ def _describe(folder: Path, parts: Sequence[Path]) -> CachedModel:
         ranks=len(manifests),
         bits=() if first is None else tuple(sorted(first.experts.formats, reverse=True)),
         quantizer="" if first is None else first.quantizer,
-        unused_days=int((time.time() - max(times, default=0.0)) // 86400),
+        unused_days=int((time.time() - max(times, default=folder.lstat().st_mtime)) // 86400),
     )
 
 
@@ -132,18 +140,26 @@ def _version(part: Path) -> str:
 def _parts(folder: Path) -> list[Path]:
     """Return the stores of ranks, and temporary folders."""
     entries = (Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    return sorted(path for path in entries if _RANK.match(path.name))
+    return sorted(path for path in entries if _RANK.fullmatch(path.name))
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder's stores, except those being written."""
+def _remove(folder: Path) -> bool:
+    """Remove stores, except those being written; return whether none is left.
+
+    The folder goes with them, unless it holds anything else.
+    """
     parts = _parts(folder)
     clean(path for path in parts if is_temporary(path))
     for path in parts:
         if not is_temporary(path):
             shutil.rmtree(path, ignore_errors=True)
-    if not _parts(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    if _parts(folder):
+        return False
+    with contextlib.suppress(OSError):
+        for lock in folder.glob("rank-*.lock"):
+            lock.unlink()
+        folder.rmdir()
+    return True
 
 
 def _bits(one: CachedModel) -> str:

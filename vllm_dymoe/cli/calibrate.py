@@ -68,10 +68,12 @@ def measure(folder: Path, link: str | None) -> None:
 def _read(paths: list[Path]) -> Iterator[str]:
     for path in paths:
         try:
-            content = path.read_text()
-            yield from (
-                [json.loads(line)["text"] for line in content.splitlines()] if path.suffix == ".jsonl" else [content]
-            )
+            content = path.read_text(encoding="utf-8")
+            if path.suffix == ".jsonl":
+                lines = content.split("\n")  # splitlines() would also split at U+2028, which JSON allows inside a text
+                yield from [json.loads(line)["text"] for line in lines if line.strip()]
+            else:
+                yield content
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:

@@ -53,7 +53,7 @@ def run(
     rows = [ranks.whole(row, whole, card, batch, prompt) for row in found]
     best, some = recommended(rows), shown(rows, policies)
     packed = whole.packed((16, 4))
-    rate = device.expert_rate(3 * shape.hidden * shape.intermediate, batch, nested=False)
+    rate = device.expert_rate(shape.expert_weights, batch, nested=False)
     routers = f"as in {trace}" if trace else f"synthetic (popularity ~ rank^-{SKEW}, {LOCALITY:.0%} repeated)"
     said = (
         f"{model}: {whole.moe_layers} layers of {whole.experts} experts, {whole.top_k} per token; experts "

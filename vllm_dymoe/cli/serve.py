@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from vllm_dymoe.plan.here import choose_here
 from vllm_dymoe.plan.machine import Machine, read_machine
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.start import PROMPT, REQUESTS, Asked, Start, choose, read_model
-from vllm_dymoe.resolve import options_of_environment
+from vllm_dymoe.resolve import options_of_additional, options_of_environment
 from vllm_dymoe.units import size
 
 _SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size",
           "-ep": "enable-expert-parallel", "-q": "quantization"}  # fmt: skip
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # of vLLM's numbers
+_POWERS = 10**3, 10**6, 10**9, 10**12, 2**10, 2**20, 2**30, 2**40
+_UNITS = dict(zip("kmgtKMGT", _POWERS, strict=True))  # of vLLM's numbers
 _OURS = "additional-config"
 
 
@@ -73,12 +74,12 @@ class Arguments:
         return cls(tuple(passed), values, additional)
 
     def number(self, name: str) -> int | None:
-        """Return an integer as vLLM reads it: 8192, 8k or 8K.
+        """Return an integer as vLLM reads it: 8192, 8k, 8K or 1T.
 
         None if it was not given, or is automatic.
         """
         text = self.values.get(name)
-        if text is None or text in ("auto", "-1"):
+        if text is None or text.lower() in ("auto", "-1"):
             return None
         try:
             return int(float(text[:-1]) * _UNITS[text[-1]]) if text[-1] in _UNITS else int(text)
@@ -92,18 +93,19 @@ class Arguments:
 
     def asked(self, environment: Mapping[str, str]) -> Asked:
         """Return what the arguments decide; everything else is open."""
-        utilization, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
+        share, space = self.values.get("gpu-memory-utilization"), environment.get("VLLM_CPU_KVCACHE_SPACE")
+        gib = _read("VLLM_CPU_KVCACHE_SPACE", space, int, "a whole number of GiB such as 40")
         bytes_ = self.number("kv-cache-memory-bytes")
         tp, dp, pp = (self.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "data", "pipeline"))
         return Asked(
-            options=options_of_environment(environment) | dict(self.additional.get("dymoe") or {}),
+            options=options_of_environment(environment) | options_of_additional(self.additional.get("dymoe")),
             max_model_len=self.number("max-model-len"),
             max_num_seqs=self.number("max-num-seqs"),
             max_num_batched_tokens=self.number("max-num-batched-tokens"),
             kv_cache_dtype=self.values.get("kv-cache-dtype"),
             prefix_caching=self.flag("enable-prefix-caching"),
-            gpu_memory_utilization=None if utilization is None else float(utilization),
-            kv_cache_space=bytes_ / 2**30 if bytes_ else float(space) if space else None,
+            gpu_memory_utilization=_read("--gpu-memory-utilization", share, float, "a share such as 0.9"),
+            kv_cache_space=bytes_ / 2**30 if bytes_ else gib,
             ranks=Ranks(tp, dp, pp, self.values.get("enable-expert-parallel", "false") != "false"),
         )
 
@@ -116,10 +118,13 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
     Raises:
         ConfigError: nothing fits.
     """
+    if model.startswith("-"):
+        raise ConfigError(f"the model comes before all other arguments: `vllm-dymoe serve MODEL {model} ...`.")
     arguments = Arguments.parse(words)
     if "config" in arguments.values:
         raise ConfigError("this command cannot see the settings in the file of --config; write them as arguments.")
-    found, asked = read_model(model), arguments.asked(os.environ)
+    asked, token = arguments.asked(os.environ), arguments.values.get("hf-token")
+    found = read_model(model, arguments.values.get("revision"), token == "true" or token)
     if machine is not None:
         here = read_machine(machine)
         start = choose(here, found, asked)
@@ -138,9 +143,11 @@ def run(model: str, words: Sequence[str], machine: Path | None, *, dry_run: bool
 def command_of(model: str, arguments: Arguments, start: Start) -> list[str]:
     """Return the equivalent ``vllm serve``.
 
-    It has the user's own arguments, and after them what was chosen.
+    It has the user's own arguments, and after them what was chosen. What the user left to vLLM, as with
+    ``--max-model-len auto``, stays so.
     """
-    chosen = [word for name, value in start.arguments.items() for word in (f"--{name}", value) if word]
+    added = [(f"--{name}", value) for name, value in start.arguments.items() if name not in arguments.values]
+    chosen = [word for pair in added for word in pair if word]
     quantization = [] if "quantization" in arguments.values else ["--quantization", "dymoe"]
     additional = {**arguments.additional, "dymoe": start.options}
     return ["vllm", "serve", model, *arguments.passed, *quantization, *chosen, f"--{_OURS}", json.dumps(additional)]
@@ -174,6 +181,14 @@ def describe(machine: Machine) -> tuple[str, str]:
         f"GB/s: {link}memory {machine.memory_rate / 1e9:.0f} ({size(machine.host_memory)}), "
         f"experts {machine.experts[0].read / 1e9:.1f} ({machine.kernel.rpartition(', ')[2]}){disk}"
     )
+
+
+def _read(name: str, text: str | None, kind: Callable[[str], float], what: str) -> float | None:
+    """Return a number that the user wrote; None if there is none."""
+    try:
+        return kind(text) if text else None
+    except ValueError:
+        raise ConfigError(f"{name} is {text}, not {what}.") from None
 
 
 def _json(text: str) -> dict[str, Any]:

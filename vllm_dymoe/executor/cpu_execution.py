@@ -29,6 +29,7 @@ class CpuExecution:
         on_late: called with a message if the CPU has not answered the device in time.
         kept: file that stores the rates between starts; None to measure them every time.
         ends_long_kernels: the device has a display watchdog, so the wait for an answer must end before it.
+        ranks: of this machine, which share its cores.
 
     Attributes:
         worker: computes concurrently with a device; None without a device, or if all misses are fetched.
@@ -41,7 +42,7 @@ class CpuExecution:
     def __init__(
         self, options: Options, store: HostStore, engine: TransferEngine, device: torch.device,
         pin: Callable[[Tensor], str | None], on_late: Callable[[str], None], kept: Path | None = None,
-        *, ends_long_kernels: bool = False,
+        *, ends_long_kernels: bool = False, ranks: int = 1,
     ) -> None:  # fmt: skip
         experts = store.experts
         self._options, self._experts, self._device = options, experts, device
@@ -51,9 +52,10 @@ class CpuExecution:
             return
         if not options.plain_cpu(device.type):
             timeout = longest_wait(options.transfer_timeout_s, ends_long_kernels=ends_long_kernels)
-            how = cpu_worker_threads(device.type), timeout, options.activations
+            how = cpu_worker_threads(device.type, ranks), timeout, options.activations
+            spinning = spins(device.type, ranks)
             try:
-                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, pin, on_late, spins=spins(device.type))
+                self.worker = CpuQueue(experts, SMALL_BATCH_ROWS, *how, device, pin, on_late, spins=spinning)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f'vllm-dymoe: misses = "{options.misses}" is impossible, because {error}; leave the option out.',

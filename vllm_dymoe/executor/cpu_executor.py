@@ -8,6 +8,8 @@ fetches the expert.
 """
 
 import ctypes
+import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,8 +29,10 @@ from vllm_dymoe.planner.table import CODES, Table, set_precision
 from vllm_dymoe.policies import Policy
 
 FOREVER = np.iinfo(np.int64).max
-# Other values of MoeLayer.in_memory_until: not checked yet; found to be on disk; was in memory, check again.
-_TO_CHECK, _ON_DISK, _LOOK_AGAIN = -2, -1, 1
+# Other values of MoeLayer.in_memory_until: not verified yet; to be verified now; found to be on disk; was in memory,
+# check again.
+_UNVERIFIED, _TO_CHECK, _ON_DISK, _LOOK_AGAIN = 0, -2, -1, 1
+_SECONDS = 1.0  # interval after which files in use are looked at again
 _KEPT_BYTES = 32 << 20  # scratch that is kept between steps; a larger step frees what it needs beyond that
 
 
@@ -62,6 +66,7 @@ class CpuExecutor:
         self._call = call = native.MoeLayer(executes=executes, evicts=policy.residency.evicts, admits=uses is None)
         call.renormalizes, call.lost_pages = policy.precision.renormalizes, library.lost_pages()
         self._in_memory_until = np.zeros((table.layers, table.experts, 3), np.int64)
+        self._writes, self._look_after = list[int](), math.inf  # of mapped files, and when to look at them again
         if executes:
             self._find_sources(table)
             call.in_memory_until = self._in_memory_until.ctypes.data
@@ -88,6 +93,16 @@ class CpuExecutor:
         self._step = native.NativeStep(
             ctypes.addressof(call), library.isa, library.parallel, layers=table.layers, ready=self._ready.ctypes.data
         )
+
+    def begin_step(self) -> None:
+        """Have slices verified again if their files were written to; looks once a second."""
+        if time.monotonic() < self._look_after:
+            return
+        before, self._writes = self._writes, self._cache.store.writes()
+        self._look_after = time.monotonic() + _SECONDS
+        for layer, (now, seen) in enumerate(zip(self._writes, before, strict=True)):
+            if now != seen:
+                self._in_memory_until[layer] = _UNVERIFIED
 
     def begin_native(self, tokens: int) -> None:
         """Begin a step whose layers run without Python, as far as they are ready.
@@ -125,11 +140,12 @@ class CpuExecutor:
         for layer, expert in np.ndindex(table.layers, table.experts):
             for code, bits in self._slice_bits.items():
                 table.source[layer, expert, code] = store.packed(SliceKey(layer, expert, bits)).data_ptr()
-        self._in_memory_until[:] = FOREVER if store.whole else 0
+        self._in_memory_until[:] = FOREVER if store.whole else _UNVERIFIED
         if not store.whole:  # mappings must stay open while the call has their addresses
             self._call.lost_pages = store.lost_before
             first = next(iter(self._slice_bits.values()))
             self._mapped = [store.packed(SliceKey(layer, 0, first)) for layer in range(table.layers)]
+            self._writes, self._look_after = store.writes(), time.monotonic() + _SECONDS
 
     def _describe(self, formats: Sequence[dict[int, ExpertFormat | None]]) -> None:
         """Tell the call how experts are packed, of each kind of layers."""
@@ -183,8 +199,6 @@ class CpuExecutor:
             TransferError: a page of a mapped file could not be read.
         """
         x, ids, weights, on_input = routing.x, routing.ids, routing.weights, routing.weights_on_input
-        if weights.dtype is not torch.float32:  # some routers give 16 bits
-            weights = weights.float()
         if activation is not self._activation:
             self._check(x, activation)
         if not (x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()):

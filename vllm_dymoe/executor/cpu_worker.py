@@ -29,29 +29,24 @@ _SPIN_NS = 5_000_000
 """How long threads spin after an answer: longer than the time until the next decode step asks again."""
 
 
-def cpu_worker_threads(device_type: str) -> int:
+def cpu_worker_threads(device_type: str, ranks: int) -> int:
     """Return how many cores may execute misses.
 
     These are all cores but the one that launches, or half of them with an emulated card. Where threads spin, another
     core stays free for the process that feeds the engine.
+
+    Args:
+        ranks: of this machine, which share its usable cores equally.
     """
-    cores = _cores_of_rank()
+    cores = usable_cores() // ranks
     if device_type == "cpu":
         return max(1, cores // 2)
-    return max(1, cores - 1 - spins(device_type))
+    return max(1, cores - 1 - spins(device_type, ranks))
 
 
-def spins(device_type: str) -> bool:
+def spins(device_type: str, ranks: int) -> bool:
     """Return whether threads of the queue spin between two answers, and do not sleep."""
-    return device_type != "cpu" and _cores_of_rank() >= SPINNING_CORES
-
-
-def _cores_of_rank() -> int:
-    """Return the usable cores of this machine, which its ranks share equally."""
-    ranks = 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-    return usable_cores() // ranks
+    return device_type != "cpu" and usable_cores() // ranks >= SPINNING_CORES
 
 
 WATCHDOG_S = 1.0

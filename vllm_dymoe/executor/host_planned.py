@@ -125,6 +125,8 @@ class HostPlannedLayers:
 
     def begin_step(self, phase: Phase) -> None:
         """Begin a step of requests, before its first MoE layer."""
+        if self.cpu is not None:
+            self.cpu.begin_step()
         if self.migration is not None:
             self.migration.turn()
         if self.link_share is not None:

@@ -209,7 +209,7 @@ def chunk_of(missing: int, shape: ModelShape, device: Device) -> int:
     Returns:
         tokens, in steps of 512 up to 8192; 0 for no bytes.
     """
-    weights = shape.token_weights + shape.moe_layers * shape.top_k * 3 * shape.hidden * shape.intermediate
+    weights = shape.token_weights + shape.moe_layers * shape.top_k * shape.expert_weights
     tokens = missing / device.link * device.compute / (2 * weights)
     return min(_LARGEST_CHUNK, -(-int(tokens) // _CHUNK_STEP) * _CHUNK_STEP)
 

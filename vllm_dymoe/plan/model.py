@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,12 @@ from vllm_dymoe.experts.encoding import encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, stored_formats
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.quantize.model_config import (
+    EXPERT_INPUTS,
     INTERMEDIATE,
     NUM_EXPERTS,
     TOP_K,
     ModelConfig,
+    has_gate,
     may_be_of_hub,
     modalities_of,
     nested_configs,
@@ -38,6 +40,15 @@ _SCALED = "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "telechat
 _MOST_SCALED = 1024  # upper bound of a scaling factor
 _FLASHINFER_HEADS = 64, 128, 256, 512
 _SINKS = "gpt_oss", "granitemoe"  # have attention sinks without saying so; the latter in some checkpoints
+_KV_HEADS = "num_key_value_heads", "num_attention_groups"  # the latter in Step-3.5
+# Width of an MLP in layers without experts, where `intermediate_size` may be that of experts.
+_DENSE_WIDTHS = (
+    "intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size", "ffn_hidden_size",
+    "intermediate_size",
+)  # fmt: skip
+_SHARED_WIDTHS = "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim"  # of all together
+_SHARED_COUNTS = "n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"
+_BLOCKS = {"E": "moe", "-": "mlp"}  # letters of Nemotron-H's layers
 Attention = Literal["full", "latent", "recurrent"]
 """What a model keeps of earlier tokens: keys and values, MLA's compressed ones, or in some layers a state."""
 
@@ -70,6 +81,7 @@ class ModelShape:
     experts: int  # in each of the `moe_layers`
     top_k: int
     hidden: int
+    inputs: int  # of an expert: `hidden`, or fewer if experts are latent
     intermediate: int  # width of an expert
     attention_weights: int  # of one layer
     token_weights: int  # weights outside of experts that each token is multiplied with, the output head included
@@ -84,6 +96,11 @@ class ModelShape:
     held: HeldDense | None = None  # what it stores in the same way of the rest
     unknown: str = ""  # why that is not known, if it is not
     dtype: str = "bfloat16"  # of activations: that, or "float16"
+    gated: bool = True  # experts have a gate projection
+
+    @property
+    def expert_weights(self) -> int:
+        return (2 + self.gated) * self.inputs * self.intermediate
 
     @property
     def dense_bytes(self) -> int:
@@ -113,9 +130,10 @@ class ModelShape:
     def packed(self, bits: tuple[int, ...], group_size: int = 64) -> ModelExperts:
         def make(width: int) -> ExpertFormat:
             if self.kept is not None and width == self.kept.bits:
-                return replace(self.kept, hidden=self.hidden, intermediate=self.intermediate)
+                return replace(self.kept, hidden=self.inputs, intermediate=self.intermediate)
             dtype = getattr(torch, self.dtype)
-            return ExpertFormat(self.hidden, self.intermediate, encoding_of(width), group_size, dtype)
+            sizes = self.inputs, self.intermediate
+            return ExpertFormat(*sizes, encoding_of(width), group_size, dtype, has_gate=self.gated)
 
         layers = tuple(range(self.moe_layers))
         return ModelExperts(layers, self.experts, self.top_k, stored_formats(bits, make))
@@ -143,10 +161,14 @@ def read_shape(model: str) -> ModelShape:
     return replace(shape, held=held, unknown=shape.unknown or unknown, dtype=dtype)
 
 
-def config_folder(model: str) -> Path:
+def config_folder(model: str, revision: str | None = None, token: str | bool | None = None) -> Path:
     """Return a model's folder, or one into which its config.json is fetched.
 
     It is fetched from Hugging Face's hub, or from ModelScope if vLLM uses that.
+
+    Args:
+        revision: vLLM's ``--revision``.
+        token: vLLM's ``--hf-token``.
 
     Raises:
         ConfigError: there is no folder, and config.json cannot be fetched.
@@ -154,7 +176,7 @@ def config_folder(model: str) -> Path:
     folder = Path(model)
     if not folder.is_dir() and may_be_of_hub(model):
         try:
-            folder = _fetch_config(model)
+            folder = _fetch_config(model, revision, token)
         except Exception as error:
             raise ConfigError(
                 f"{model} is not a folder, and its config.json cannot be fetched ({str(error).splitlines()[0]}); name "
@@ -163,7 +185,7 @@ def config_folder(model: str) -> Path:
     return folder
 
 
-def _fetch_config(model: str) -> Path:
+def _fetch_config(model: str, revision: str | None, token: str | bool | None) -> Path:
     """Return the folder of a model's config.json.
 
     It comes from ModelScope where vLLM would take the model from there.
@@ -171,10 +193,10 @@ def _fetch_config(model: str) -> Path:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
         from modelscope.hub.snapshot_download import snapshot_download
 
-        return Path(snapshot_download(model_id=model, allow_patterns=["config.json"]))
+        return Path(snapshot_download(model_id=model, revision=revision, allow_patterns=["config.json"]))
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(model, "config.json")).parent
+    return Path(hf_hub_download(model, "config.json", revision=revision, token=token)).parent
 
 
 def shape_of(config: dict[str, Any], where: str, said: Mapping[str, Any] | None = None) -> ModelShape:
@@ -201,41 +223,48 @@ def shape_of(config: dict[str, Any], where: str, said: Mapping[str, Any] | None 
             raise ConfigError(f"{where} has no {' or '.join(names)}, so it is not a Mixture-of-Experts model's.")
         return default
 
-    layers, hidden, experts, intermediate = (
-        size("num_hidden_layers"), size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
-    )  # fmt: skip
+    blocks = _blocks(config)
+    layers = len(blocks) or size("num_hidden_layers", "num_layers")
+    hidden, experts, intermediate = size("hidden_size"), size(*NUM_EXPERTS), size(*INTERMEDIATE)
     experts = sum(modalities_of(config)) or experts  # a token uses those of one modality, and all take memory
     if layers > _MOST_LAYERS:
         raise ConfigError(f"{where} sets {layers} layers, which is not plausible; download it again.")
-    dense_width = size("intermediate_size_mlp", "intermediate_size", default=0)
-    moe = sum(is_moe(config, layer) for layer in range(layers))
-    shared = size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-    shared = shared or size("n_shared_experts", "moe_num_shared_experts", default=0) * intermediate
+    inputs, gated = size(*EXPERT_INPUTS), has_gate(config.get("model_type"))
     attention, width, cached = _attention(hidden, size("num_attention_heads"), size)
+    matrix = (2 + gated) * hidden  # weights of an MLP for each of its inner values
+    weights = {
+        "attention": attention,
+        "mlp": matrix * size(*_DENSE_WIDTHS, default=0),
+        "shared": matrix * _shared_width(config, intermediate, size) + (inputs < hidden) * 2 * hidden * inputs,
+    }
+    moe = sum(is_moe(config, layer) for layer in range(layers))
+    parts = [_parts(config, layer, blocks) for layer in range(layers)]
+    counts = Counter(part for of_layer in parts for part in of_layer)
+    per_token = moe * hidden * experts + sum(weights[part] * count for part, count in counts.items())
     head = size("vocab_size") * hidden
-    others = {"shared": 3 * hidden * shared, "mlp": 3 * hidden * dense_width}  # in a layer, in addition to attention
-    kinds = ["shared" if is_moe(config, layer) else "mlp" for layer in range(layers)]
-    per_token = layers * attention + moe * hidden * experts + sum(others[kind] for kind in kinds)
     held, unknown = None, ""
     try:
         if isinstance(said, Mapping):
-            parts = [(layer, part) for layer, kind in enumerate(kinds) for part in ("attention", kind)]
-            held = _held(said, {at: {"attention": attention, **others}[at[1]] for at in parts})
+            held = _held(said, {
+                (layer, part): weights[part] * of_layer.count(part)
+                for layer, of_layer in enumerate(parts) for part in of_layer
+            })  # fmt: skip
     except CheckpointError as error:
         unknown = str(error)
     return ModelShape(
-        layers, moe, experts, size(*TOP_K), hidden, intermediate,
+        layers, moe, experts, size(*TOP_K), hidden, inputs, intermediate,
         attention_weights=attention,
         token_weights=per_token + head,
         dense_weights=per_token + head * (1 if config.get("tie_word_embeddings") else 2),
         attention_width=width,
-        kv_bytes=ITEM * layers * cached,
-        kv_heads=1 if config.get("kv_lora_rank") else size("num_key_value_heads", "num_attention_heads"),
+        kv_bytes=ITEM * counts["attention"] * cached,
+        kv_heads=1 if config.get("kv_lora_rank") else size(*_KV_HEADS, "num_attention_heads"),
         vocabulary=size("vocab_size"),
         longest=_longest(config, size),
         fp8_from=_fp8_from(config, size),
         held=held,
         unknown=unknown,
+        gated=gated,
     )  # fmt: skip
 
 
@@ -277,7 +306,7 @@ def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, 
         asked = hidden * low + low * query if low else hidden * query
         weights = asked + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
         return weights, query + heads * (nope + value), latent + rope
-    kv_heads = size("num_key_value_heads", default=heads)
+    kv_heads = size(*_KV_HEADS, default=heads)
     head = size("head_dim", default=hidden // heads)
     width = head * (heads + 2 * kv_heads)
     if out := size("o_lora_rank", default=0):  # DeepSeek-V4: keys are values, and outputs are reduced group by group
@@ -330,13 +359,61 @@ def attention_of(config: Mapping[str, Any]) -> Attention:
     return "latent" if config.get("kv_lora_rank") else "full"
 
 
+def _shared_width(config: Mapping[str, Any], intermediate: int, size: Callable[..., int]) -> int:
+    """Return the width of shared experts, or of an MLP beside the experts."""
+    if config.get("intermediate_size_mlp") or config.get("enable_moe_block"):  # Llama 4, and Gemma 4's MLP
+        return size("intermediate_size")
+    each = size("moe_shared_expert_intermediate_size", default=intermediate)
+    return size(*_SHARED_WIDTHS, default=0) or size(*_SHARED_COUNTS, default=0) * each
+
+
+def _blocks(config: Mapping[str, Any]) -> list[str]:
+    """Return what each layer of Nemotron-H is: "moe", "mlp", or attention or a state.
+
+    Empty for other models, whose layers have attention and an MLP or experts.
+    """
+    found = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    blocks = [_BLOCKS.get(str(block), str(block)) for block in found] if isinstance(found, str | list) else []
+    return blocks if "moe" in blocks else []
+
+
+def _parts(config: dict[str, Any], layer: int, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Return a layer's parts that each token passes, named as in ``dense_aliases``.
+
+    A layer's state, as Mamba's, counts as attention.
+    """
+    if blocks:
+        return ({"moe": "shared", "mlp": "mlp"}.get(blocks[layer], "attention"),)
+    if str(config.get("model_type")).startswith("longcat"):  # experts beside two of each
+        return ("attention", "mlp") * 2
+    return "attention", "shared" if is_moe(config, layer) else "mlp"
+
+
 def is_moe(config: dict[str, Any], layer: int) -> bool:
-    dense = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0
-    if layer in (config.get("mlp_only_layers") or ()) or layer < dense:
+    """Return whether a layer has experts, by all that config.json says of it."""
+
+    def number(*names: str) -> int:
+        return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), 0)
+
+    def listed(name: str) -> Any:
+        """Return a layer's entry; None if there is none."""
+        return found[layer] if isinstance(found := config.get(name), list) and layer < len(found) else None
+
+    if blocks := _blocks(config):
+        return layer < len(blocks) and blocks[layer] == "moe"
+    if layer in (config.get("mlp_only_layers") or ()) or listed("mlp_layer_types") == "dense":
         return False
-    if isinstance(chosen := config.get("moe_layers"), list):  # Llama 4
-        return layer in chosen
-    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    dense = number("first_k_dense_replace", "num_dense_layers", "dense_mlp_idx")
+    if layer < (dense or int("share_expert_dim" in config)):  # one, if Step-3.5 does not list its MoE layers
+        return False
+    if listed("moe_layer_freq") == 0 or layer % (number("moe_layer_freq") or 1):
+        return False
+    chosen = config.get("moe_layers") or config.get("moe_layers_enum")  # Llama 4; Step-3.5: "3,4,5"
+    if isinstance(chosen, str | list | tuple):
+        return str(layer) in [str(one).strip() for one in (chosen.split(",") if isinstance(chosen, str) else chosen)]
+    if period := number("expert_layer_period"):
+        return layer % period == number("expert_layer_offset")
+    step = number("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval") or 1
     first = config.get("moe_layer_start_index") or 0
     # Ernie-4.5-VL has one for each modality; any of them makes it a MoE layer.
     return (layer + 1) % step == 0 and layer >= (min(first) if isinstance(first, list) else first)

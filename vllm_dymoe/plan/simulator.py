@@ -232,7 +232,8 @@ class Simulator:
         self._nbytes = {CODES[precision]: formats[width].nbytes for precision, width in bits.items()}
         whole = {HIGH: options.high, LOW: options.low}
         self._whole = {code: formats[width].whole_nbytes if width else 0 for code, width in whole.items()}
-        self._weights = 3 * formats[options.high].hidden * formats[options.high].intermediate  # weights of an expert
+        high = formats[options.high]
+        self._weights = len(high.projections) * high.hidden * high.intermediate  # of an expert
         staging = plan.staging.get(Precision.HIGH, 0) or min(plan.staging.values(), default=0)
         self._staging = plan.slots.get(Precision.HIGH, 0) if not policy.residency.keeps else staging
         held = 0 if model.held is None else model.held.nbytes

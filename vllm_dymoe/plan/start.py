@@ -47,7 +47,7 @@ _UNKNOWN_LENGTH = 2048  # vLLM's context, if config.json names none
 class Model:
     """What config.json says of a model."""
 
-    name: str  # as for ``vllm serve``
+    name: str  # of the folder with its config.json
     shape: ModelShape
     fixed: Mapping[str, Any] = field(default_factory=dict)  # options that the checkpoint decides
     quantized: bool = False  # its dense layers may be
@@ -84,13 +84,14 @@ class Start:
     """Tokens of context, and tokens per second of one request for each number of ``REQUESTS``; None does not fit."""
 
 
-def read_model(name: str) -> Model:
+def read_model(name: str, revision: str | None = None, token: str | bool | None = None) -> Model:
     """Read the config.json of a folder, or of a model on the hub.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served.
     """
-    folder, shape = config_folder(name), read_shape(name)
+    folder = config_folder(name, revision, token)
+    name, shape = str(folder), read_shape(str(folder))
     config = read_config(folder)
     said, attention = config.get("quantization_config") or {}, attention_of(nested_configs(config)[-1])
     if isinstance(said, Mapping) and said.get("quant_method") == "dymoe":
@@ -311,6 +312,7 @@ class Planner:
         """
         setups = self._setups
         if not setups:
+            resolve_options({**self.model.fixed, **self.asked.options}, environment={})  # its sentence
             raise ConfigError(f"nothing can be served with {json.dumps(dict(self.asked.options))}; change the options.")
         first = list({_kind(setup): setup for setup in reversed(setups)}.values())
         lengths: dict[str, int] = {}

@@ -3,9 +3,10 @@
 It holds budget, cache and executors of all MoE layers, and changes them between steps.
 """
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 
 from vllm_dymoe.cache.budget import (
     SlotPlan,
+    check_in_host_memory,
     limit_in_bytes,
     minimum_budget,
     plan_slots,
@@ -179,6 +181,7 @@ class ExpertServer:
         on_late: called with a message if the CPU has not answered the device in time.
         training_bytes: device memory for training a predictor, part of the budget.
         predictor_room: device memory for the trained predictor, part of the budget.
+        machine_ranks: ranks of this machine, which share its cores.
     """
 
     def __init__(
@@ -199,6 +202,7 @@ class ExpertServer:
         on_late: Callable[[str], None] = lambda sentence: None,
         training_bytes: int = 0,
         predictor_room: int = 0,
+        machine_ranks: int = 1,
         decode: Decode = Decode.PLAIN,  # another way only if a self-test has found it right on this device
         grouped: Grouped = Grouped.PLAIN,  # likewise
     ) -> None:
@@ -227,7 +231,7 @@ class ExpertServer:
             self.disk_queue = _make_disk_queue(store, waits, device, parts.pin)
             decoding = decoding.with_disk(self.disk_queue)
         execution = options, store, self.engine, device, parts.pin, on_late, rates
-        self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched)
+        self.cpu_execution = CpuExecution(*execution, ends_long_kernels=watched, ranks=machine_ranks)
         self.unasked = ""
         """Why no predictor is asked; empty if one is where the policy has one."""
         if self._plain_cpu and self.engine.occupies_cores:
@@ -258,6 +262,25 @@ class ExpertServer:
 
     # -- what can change between two steps --------------------------------------------------------
 
+    def check_budgets(self, expert_budget: Any = None, host_memory: Any = None) -> None:
+        """Raise ConfigError if a change of these budgets would be refused.
+
+        Both stay as they are. None stands for a budget that will not change. On a CPU both limit the same memory.
+        """
+        in_host_memory = self._budget_is_host_memory
+        host = None if host_memory is None or in_host_memory else self._host_bytes(host_memory)
+        budgets = (host_memory if in_host_memory else None), expert_budget
+        plans = [self._plan(budget) for budget in budgets if budget is not None]
+        if len(plans) == 2:
+            check_in_host_memory(plans[1].limit, plans[0].limit)
+        self._check_awake("a change of budgets")  # stops moves, on all ranks that agree on them or on none
+        for plan in plans:
+            self._check_growth(self.options, self.policy, plan)
+        if host is not None:
+            host_cache, nbytes = host
+            with _host_memory_errors():
+                host_cache.check_resize(nbytes)
+
     def resize(self, budget: Any) -> None:
         """Change the expert budget, given as for the option.
 
@@ -265,8 +288,13 @@ class ExpertServer:
 
         On a ValueError the old budget stays: the value is invalid, cannot hold one expert of each precision, exceeds
         the device's memory, is automatic for a number of requests that the start did not know, or a read that was given
-        up has not ended yet.
+        up has not ended yet. If the new slots could not be filled and the old ones cannot be either, the message says
+        so, and every step fails until a resize succeeds.
         """
+        self._replace("expert_budget", self.options, self.policy, self._plan(budget))
+
+    def _plan(self, budget: Any) -> SlotPlan:
+        """Return the slot plan of another expert budget, given as for the option."""
         parsed, at_start = ExpertBudget.parse(budget), self.options.expert_budget.requests
         if parsed.requests not in (1, at_start):
             raise ConfigError(
@@ -274,8 +302,7 @@ class ExpertServer:
                 f"of bytes, or start with expert_budget auto for {parsed.requests} requests.",
                 option="expert_budget",
             )
-        plan = self._spending.plan(parsed, self.options, self.policy, self.overhead)
-        self._replace("expert_budget", self.options, self.policy, plan)
+        return self._spending.plan(parsed, self.options, self.policy, self.overhead)
 
     def resize_host_memory(self, wanted: Any) -> None:
         """Change the budget of host memory, given as for the option.
@@ -283,18 +310,24 @@ class ExpertServer:
         The tier starts empty. On a CPU this changes the expert budget. On a ValueError the old budget stays: there is
         no such tier, or the value is too small or too large.
         """
-        parsed, host_cache = ExpertBudget.parse(wanted), self.host_cache
-        if host_cache is None and self.options.plain_cpu(self.device.type):
-            return self.resize(parsed)
-        nbytes = host_memory_bytes(parsed, self.experts)
-        why = "give a number of bytes" if host_cache else f"experts are in {self.store.description}"
-        if host_cache is None or nbytes is None:
-            raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.", option="host_memory")
+        if self._budget_is_host_memory:
+            return self.resize(wanted)
+        host_cache, nbytes = self._host_bytes(wanted)
         self._check_awake("a change of host_memory")
-        try:
+        with _host_memory_errors():
             host_cache.resize(nbytes)
-        except StoreError as error:
-            raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
+
+    @property
+    def _budget_is_host_memory(self) -> bool:
+        return self.host_cache is None and self.options.plain_cpu(self.device.type)
+
+    def _host_bytes(self, wanted: Any) -> tuple[HostCache, int]:
+        """Return the tier of host memory, and the bytes of its wanted budget."""
+        nbytes = host_memory_bytes(ExpertBudget.parse(wanted), self.experts)
+        why = "give a number of bytes" if self.host_cache else f"experts are in {self.store.description}"
+        if self.host_cache is None or nbytes is None:
+            raise ConfigError(f"vllm-dymoe: host_memory stays as it was: {why}.", option="host_memory")
+        return self.host_cache, nbytes
 
     def set_precision(self, /, **changes: Any) -> None:
         """Change retention, precisions or another parameter of the policy.
@@ -303,13 +336,25 @@ class ExpertServer:
         divided in another way, the cache starts empty. On a ConfigError nothing changes: a value is invalid, or a read
         that was given up has not ended yet.
         """
-        options = changed_precision(self.options, self.experts.formats, changes)
-        policy = make_policy(options).of_stage(*self._around)
-        plan = self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
-        if plan == self.slot_plan and slot_bits(self.experts, options, policy.precision.precisions) == self.cache.bits:
+        options, policy, plan = self._with_precision(changes)
+        if self._has_slots_of(options, policy, plan):
             self.serve(options, policy)
         else:
             self._replace("precision", options, policy, plan)
+
+    def check_precision(self, /, **changes: Any) -> None:
+        """Raise ConfigError if :meth:`set_precision` would; nothing changes."""
+        if not self._has_slots_of(*self._with_precision(changes)):
+            self._check_awake("a change of precision")
+
+    def _with_precision(self, changes: Mapping[str, Any]) -> tuple[Options, Policy, SlotPlan]:
+        options = changed_precision(self.options, self.experts.formats, changes)
+        policy = make_policy(options).of_stage(*self._around)
+        return options, policy, self._spending.plan(self.slot_plan.limit, options, policy, self.overhead)
+
+    def _has_slots_of(self, options: Options, policy: Policy, plan: SlotPlan) -> bool:
+        bits = slot_bits(self.experts, options, policy.precision.precisions)
+        return plan == self.slot_plan and bits == self.cache.bits
 
     @property
     def ranks_add_up(self) -> bool:
@@ -387,6 +432,11 @@ class ExpertServer:
                 f"({self.store.description}); try again later."
             )
 
+    def _check_growth(self, options: Options, policy: Policy, plan: SlotPlan) -> None:
+        """Raise ConfigError if the slots of another plan do not fit."""
+        bits = slot_bits(self.experts, options, policy.precision.precisions)
+        self.cache.pools.check_growth(plan, self.slot_plan, plan.slots_nbytes(self.experts, bits))
+
     def _release_disk(self) -> None:
         """Give back the host memory that the last layer of a device-planned step was lent."""
         if self.disk_queue is not None:
@@ -398,23 +448,25 @@ class ExpertServer:
         """Replace the slots; hotness is kept unless ``forgets``.
 
         The old slots are freed first, so that only one arena exists at a time. ConfigError if they cannot be freed now,
-        or if there is no memory; the server then continues with as many slots as before.
+        or if the new ones cannot be filled; the server then continues with as many slots as before. If these cannot be
+        filled either, there are none (:attr:`no_slots`) until another call succeeds.
         """
         self._check_awake(f"a change of {what}")
-        bits = slot_bits(self.experts, options, policy.precision.precisions)
-        nbytes = sum(
-            count * formats[bits[precision]].nbytes
-            for precision in plan.slots
-            for count, formats in zip(plan.slots_of_kinds(precision), self.experts.of_kinds, strict=True)
-        )
-        self.cache.pools.check_growth(plan, self.slot_plan, nbytes)
+        self._check_growth(options, policy, plan)
         self._take_decode_counts()  # from the table that is replaced, at the bits that it had
         before = self._serving
         before.cache.pools.free()
         try:
             self._serving = self._allocate(options, policy, plan, None if forgets else before)
-        except ConfigError:
-            self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
+        except ConfigError as error:
+            try:
+                self._serving = self._allocate(before.options, before.layers.policy, before.cache.slot_plan, before)
+            except ConfigError as again:
+                raise ConfigError(
+                    f"{error} The slots before it cannot be allocated again either, so every request fails until "
+                    "expert_budget is set again.",
+                    option=error.option,
+                ) from again
             raise
 
     def _allocate(self, options: Options, policy: Policy, plan: SlotPlan, before: _Serving | None = None) -> _Serving:
@@ -568,6 +620,18 @@ class ExpertServer:
         return self._serving.cache.budget
 
     @property
+    def no_slots(self) -> str:
+        """Why there are no slots, so that no step can run; empty if there are."""
+        if self.cache.pools:
+            return ""
+        if self.asleep:
+            return "vllm-dymoe: the engine sleeps and has no slots for experts; wake it up first."
+        return (
+            "vllm-dymoe: there are no slots for experts, because a change failed and the slots before it could not be "
+            "allocated again; set expert_budget again."
+        )
+
+    @property
     def host_planned(self) -> HostPlannedLayers:
         return self._serving.layers
 
@@ -662,6 +726,15 @@ class ExpertServer:
         check_cache(self.cache, flying, moving=self.policy.residency.migrating is not None)
         if self.host_cache is not None:
             self.host_cache.check_integrity()
+
+
+@contextlib.contextmanager
+def _host_memory_errors() -> Iterator[None]:
+    """Raise a ConfigError in place of a StoreError in this context."""
+    try:
+        yield
+    except StoreError as error:
+        raise ConfigError(f"vllm-dymoe: {error}.", option="host_memory") from error
 
 
 def precision_of(server: ExpertServer) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ def live_state(server: ExpertServer, tokens: Mapping[Phase, int]) -> dict[str, A
     stats, experts, table = server.stats(), server.experts, server.cache.table
     migration, link = server.host_planned.migration, server.options.link_gbps
     score = table.score.max(0) if migration is None else migration.hotness
-    precision = np.zeros_like(table.precision) if server.asleep else table.precision
+    precision = np.zeros_like(table.precision) if server.no_slots else table.precision
     schema = type(server.policy).model_json_schema().get("properties", {})
     parameters = {
         name: {"value": getattr(server.policy, name)}

@@ -10,13 +10,13 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget
+from vllm_dymoe.cache.budget import check_in_host_memory, limit_in_bytes, minimum_budget
 from vllm_dymoe.cache.device_memory import CudaMemory
 from vllm_dymoe.cache.pages import available_host_memory
 from vllm_dymoe.cache.store.memory import host_memory_bytes
 from vllm_dymoe.executor.device_share import StepShape, automatic_share
 from vllm_dymoe.experts.format import ModelExperts
-from vllm_dymoe.options import ConfigError, Options
+from vllm_dymoe.options import Options
 from vllm_dymoe.server import ExpertServer
 from vllm_dymoe.units import size
 from vllm_dymoe.vllm_plugin.announcements import logger
@@ -88,11 +88,7 @@ def budget_in_host_memory(options: Options, experts: ModelExperts, automatic: in
         return automatic
     if not options.expert_budget.is_auto:
         asked = limit_in_bytes(options.expert_budget, experts, options, workspace, automatic)
-        if asked > allowed:
-            raise ConfigError(
-                f"vllm-dymoe: expert_budget is {asked} bytes and host_memory {allowed}, but on a CPU both limit the "
-                "same memory; leave expert_budget out, or raise host_memory."
-            )
+        check_in_host_memory(asked, allowed)
     return allowed
 
 

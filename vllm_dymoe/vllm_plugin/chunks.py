@@ -13,7 +13,7 @@ from vllm_dymoe.options import ConfigError, Options, cache_folder, store_root
 from vllm_dymoe.plan.choice import chunk_of
 from vllm_dymoe.plan.device import Device, find_device
 from vllm_dymoe.plan.machine import KEPT, Probe, kept_machine
-from vllm_dymoe.plan.model import read_shape
+from vllm_dymoe.plan.model import config_folder, read_shape
 from vllm_dymoe.plan.start import read_model
 from vllm_dymoe.quantize.tensors import CheckpointError
 from vllm_dymoe.units import size
@@ -30,10 +30,11 @@ def larger_chunk(config: VllmConfig, experts: ModelExperts | None, options: Opti
     scheduler, model = config.scheduler_config, config.model_config
     if current_platform.device_type != "cuda" or experts is None or not scheduler.enable_chunked_prefill:
         return None
-    measured = measured_device(model.model, options)
     try:
+        folder = str(config_folder(model.model, model.revision, model.hf_token))
+        measured = measured_device(folder, options)
         device = measured or find_device(current_platform.get_device_name(), None)
-        shape = read_shape(model.model)
+        shape = read_shape(folder)
     except (ConfigError, CheckpointError) as error:
         logger.info("vllm-dymoe: --max-num-batched-tokens is left to vLLM, because %s", error)
         return None

@@ -78,7 +78,7 @@ class DecodeSteps:
         told = {"weights_on_input": on_input, "global_ids": ids}
         if not capturing:
             path.tell(0 if step.warming_up else step.real(rows))
-        plain = capturing or step.warming_up or layer.position >= self._layers  # a draft reads no prompt
+        plain = capturing or not step.tokens or layer.position >= self._layers  # a draft reads no prompt
         if rows <= path.most_rows and (plain or not self._is_large):
             if here is not ids and self._everywhere is not None and layer.position < self._layers:
                 self._everywhere[layer.position, :rows].copy_(ids)

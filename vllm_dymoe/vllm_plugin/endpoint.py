@@ -11,7 +11,8 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.staticfiles import StaticFiles
-from vllm import envs
+
+from vllm_dymoe.vllm_plugin.rank_calls import call_ranks, patience
 
 PRECISION, BUDGET, LIVE = "/v1/dymoe/precision", "/v1/dymoe/budget", "/v1/dymoe/live"
 PREDICTOR = "/v1/dymoe/predictor"
@@ -23,7 +24,7 @@ _INTERVAL_S = 1.0  # seconds between two requests of the live page to the worker
 class DymoeEndpoint:
     """``GET`` returns the values in force; ``POST`` with an object changes them.
 
-    Answers are lists over all ranks.
+    Answers are lists over all ranks of all engines. A change that one rank refuses is made on none.
 
     See ``dymoe_precision``, ``dymoe_resize``, ``dymoe_predictor`` and ``dymoe_live`` of
     :class:`~.worker.DymoeWorkerExtension`.
@@ -35,11 +36,11 @@ class DymoeEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         @app.get(PRECISION)
         async def precision(request: Request) -> dict[str, Any]:
-            return await _call(request.app.state.dymoe_engine, "dymoe_precision", {})
+            return await _call(request.app.state.dymoe_engine, "dymoe_precision", {}, timeout=patience())
 
         @app.post(PRECISION)
         async def change_precision(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
-            return await _call(request.app.state.dymoe_engine, "dymoe_precision", changes)
+            return await _change(request.app.state.dymoe_engine, "dymoe_precision", changes)
 
         @app.post(BUDGET)
         async def change_budget(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class DymoeEndpoint:
                     f"vllm-dymoe: {', '.join(unknown) or 'an empty object'} is not a budget; set expert_budget, "
                     "host_memory, or both.",
                 )
-            return await _call(request.app.state.dymoe_engine, "dymoe_resize", changes)
+            return await _change(request.app.state.dymoe_engine, "dymoe_resize", changes)
 
         @app.post(PREDICTOR)
         async def write_predictor(request: Request) -> dict[str, Any]:
@@ -82,16 +83,31 @@ class LiveAnswers:
         """Return the newest answer of all ranks, up to one interval old."""
         async with self._asking:
             if time.monotonic() - self._asked >= self._interval:
-                self._answer = await _call(self._engine, "dymoe_live", {})
+                self._answer = await _call(self._engine, "dymoe_live", {}, timeout=patience())
                 self._asked = time.monotonic()
             return self._answer
 
 
-async def _call(engine: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Call a method of all workers; HTTPException 400 if it raises one of our errors."""
-    patience = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)  # a dead node never answers
+async def _change(engine: Any, method: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Change values on all ranks, after each of them has checked that it can."""
+    checked = await _call(engine, "dymoe_check", {"method": method, "changes": changes})
     try:
-        return {"ranks": await engine.collective_rpc(method, timeout=patience, kwargs=arguments)}
+        return await _call(engine, method, changes)
+    except HTTPException as error:  # for instance, memory has become short meanwhile
+        if len(checked["ranks"]) > 1:
+            error.detail += " Other ranks may have changed; send the old values, or these once more."
+        raise
+
+
+async def _call(
+    engine: Any, method: str, arguments: dict[str, Any], *, timeout: float | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Call a method of all workers; HTTPException 400 if it raises one of our errors.
+
+    Changes have no timeout, because the next call would take a late answer for its own.
+    """
+    try:
+        return {"ranks": await call_ranks(engine, method, arguments, timeout=timeout)}
     except Exception as error:
         _, ours, sentence = str(error).partition("vllm-dymoe: ")
         if not ours:

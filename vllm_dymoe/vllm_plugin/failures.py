@@ -11,10 +11,12 @@ vLLM collects only one rank's output. Another rank leaves its message in the pro
 it takes part in the step's next collective, so it is there when the output rank has the step's tokens.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -176,25 +178,28 @@ def make_step_failures(
 def update_from_output(
     update: Callable[..., dict[int, EngineCoreOutputs]], scheduler: Any, step: SchedulerOutput, output: Any
 ) -> dict[int, EngineCoreOutputs]:
-    """End the requests of a failed step, and clear the prefix cache of its blocks.
+    """End the requests of a failed step, and clear all caches of what it computed.
 
     vLLM enters a block into the cache when it is scheduled, before it is computed. For requests that were aborted or
     preempted meanwhile it is unknown which blocks the failed step should have filled, so all of them are removed.
     """
     if not isinstance(output, FailedStep):
         return update(scheduler, step, output)
-    ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, _blocks_written(scheduler, step))
+    ids = set(step.num_scheduled_tokens) | _readers_of(scheduler, step)
     failed: list[Request] = scheduler.finish_requests(ids, RequestStatus.FINISHED_ERROR)
     manager = scheduler.kv_cache_manager
     if manager.enable_caching:
         manager.evict_blocks(set(range(len(manager.block_pool.blocks))))
+    _clear(scheduler.connector)
     logger.error("%s The %d requests of this step end with this error.", output.failure, len(failed))
     outputs = update(scheduler, step, output)
     for request in failed:
         client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        # vLLM's front end takes an output without pooled data for a completion's, and would end.
+        pooled = None if request.pooling_params is None else torch.empty(0)
         ended = EngineCoreOutput(
             request.request_id, [], finish_reason=request.get_finished_reason(), stop_reason=output.failure,
-            events=request.take_events(), trace_headers=request.trace_headers,
+            pooling_output=pooled, events=request.take_events(), trace_headers=request.trace_headers,
         )  # fmt: skip
         client.outputs.append(ended)
     return outputs
@@ -207,11 +212,47 @@ def raise_failure(output: Any) -> None:
     """
     for completion in output.outputs:
         if completion.finish_reason == "error" and isinstance(completion.stop_reason, str):
-            try:
-                from vllm.exceptions import GenerationError
-            except ImportError:  # vLLM before 0.32
-                from vllm.entrypoints.openai.engine.protocol import GenerationError
-            raise GenerationError(completion.stop_reason)
+            _raise(completion.stop_reason)
+
+
+def keep_failure(output: Any, failure: str) -> None:
+    """Keep the error message of a failed vllm.PoolingRequestOutput, for ``raise_pooling_failure``."""
+    output.dymoe_failure = failure
+
+
+def raise_pooling_failure(output: Any) -> None:
+    """Raise GenerationError if a vllm.PoolingRequestOutput has failed."""
+    if failure := getattr(output, "dymoe_failure", None):
+        _raise(failure)
+
+
+async def checked(outputs: AsyncGenerator[Any, None], check: Callable[[Any], None]) -> AsyncIterator[Any]:
+    """Yield outputs after checking each; an error of the check closes their generator."""
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            check(output)
+            yield output
+
+
+def _raise(failure: str) -> NoReturn:
+    try:
+        from vllm.exceptions import GenerationError
+    except ImportError:  # vLLM before 0.32
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+    raise GenerationError(failure)
+
+
+def _clear(connector: Any) -> None:
+    """Clear what a KV connector, if there is one, stores outside of the device.
+
+    It is storing the failed step's blocks already. Connectors that only send to other engines confirm nothing.
+    """
+    if connector is not None and not connector.reset_cache():
+        logger.error(
+            "vllm-dymoe: the KV connector %s did not confirm that it has dropped what the failed step computed. If it "
+            "stores KV caches, clear its storage: later requests with the same beginning may get wrong answers.",
+            type(connector).__name__,
+        )
 
 
 def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
@@ -228,13 +269,16 @@ def _blocks_written(scheduler: Any, step: SchedulerOutput) -> set[int]:
     return written - {0}  # block 0 means "no block"
 
 
-def _readers_of(scheduler: Any, blocks: set[int]) -> set[str]:
-    """Return running requests that use one of ``blocks``.
+def _readers_of(scheduler: Any, step: SchedulerOutput) -> set[str]:
+    """Return requests that may use KV cache blocks that a step wrote to.
 
-    A request that was scheduled since the failed step may have found them in the cache.
+    A request that was scheduled since may have found them in the cache. If a request of the step has ended or was
+    preempted meanwhile, it is unknown which blocks it had: then all requests that have blocks are returned.
     """
-    return {
-        request.request_id
-        for request in scheduler.running
-        if any(not blocks.isdisjoint(group) for group in scheduler.kv_cache_manager.get_block_ids(request.request_id))
-    }
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching:
+        return set()
+    used = {name: set().union(*manager.get_block_ids(name)) for name in scheduler.requests}
+    written = _blocks_written(scheduler, step)
+    known = all(used.get(name) for name in step.num_scheduled_tokens)
+    return {name for name, blocks in used.items() if (blocks & written if known else blocks)}

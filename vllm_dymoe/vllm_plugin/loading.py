@@ -32,7 +32,7 @@ from vllm_dymoe.vllm_plugin.announcements import describe_server, logger, warnin
 from vllm_dymoe.vllm_plugin.automatic_budget import automatic_budget, budget_in_host_memory
 from vllm_dymoe.vllm_plugin.failures import make_step_failures
 from vllm_dymoe.vllm_plugin.gates import PredictorObserver
-from vllm_dymoe.vllm_plugin.model_files import expert_ranks, meets
+from vllm_dymoe.vllm_plugin.model_files import expert_ranks, meets, ranks_of_machine
 from vllm_dymoe.vllm_plugin.model_store import LayerSpec, ModelStore, held_bytes
 from vllm_dymoe.vllm_plugin.observers import Observation, observe_trace
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -257,6 +257,7 @@ class Loading:
             "all_experts": max(layer.all_experts for layer in self._layers),
             "around": self.around,
             "on_late": on_late,
+            "machine_ranks": ranks_of_machine(config.parallel_config),
         }
         given["rates"] = self._model.rates
         if options.train_predictor is not None:

@@ -89,12 +89,10 @@ def token_ids(llm: LLM, job: Mapping[str, Any], workload: Mapping[str, Any]) -> 
             found.append((ids, tokens))
         if len(found) == wanted:
             return found
-    if len(found) <= workload["warm_up"]:
-        raise SystemExit(
-            f"{len(found)} of {len(job['prompts'])} prompts fit with their answers into {config.max_model_len} tokens, "
-            f"but {wanted} are needed."
-        )
-    return found
+    raise SystemExit(
+        f"{len(found)} of {len(job['prompts'])} prompts fit with their answers into {config.max_model_len} tokens, "
+        f"but {wanted} are needed; raise max_model_len, or lower --requests or --max-tokens."
+    )
 
 
 def measure(
@@ -144,7 +142,8 @@ def _of_engines(llm: LLM, value: _Value) -> list[_Value]:
 def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> Answers:
     """Answer requests that arrive together, and return their times and tokens.
 
-    The plugin's counters start at 0 when every request has its first token, so they cover decode only.
+    The plugin's counters start at 0 when every request has its first token, so they cover decode only. So does the
+    number of decoded tokens: of a batch whose prompts take several steps, some requests decode before.
     """
     engine, found = llm.llm_engine, Answers()
     begin = time.perf_counter()
@@ -153,7 +152,7 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> 
         engine.add_request(f"{label}-{number}", {"prompt_token_ids": prompt}, sampling)
     tokens_of: dict[str, list[int]] = {f"{label}-{number}": [] for number in range(len(requests))}
     last: dict[str, float] = {}
-    paused = 0.0
+    paused, decoding = 0.0, False
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter() - begin - paused
@@ -164,8 +163,12 @@ def answer(llm: LLM, requests: Sequence[Request], label: str, *, ours: bool) -> 
             if len(tokens) == len(tokens_of[name]):
                 continue
             (found.between if name in last else found.first).append(now - last.get(name, 0.0))
+            found.decoded += (len(tokens) - len(tokens_of[name])) * decoding
             last[name], tokens_of[name] = now, tokens
-        if ours and len(last) == len(requests) and not paused:
+        if decoding or len(last) < len(requests):
+            continue
+        decoding, found.since = True, now
+        if ours:
             pause = time.perf_counter()
             llm.collective_rpc("dymoe_reset_stats")
             paused = time.perf_counter() - pause

@@ -14,10 +14,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
-from vllm import envs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dymoe.server.stats import ServerStats, total
 from vllm_dymoe.vllm_plugin.announcements import in_words, logger
+from vllm_dymoe.vllm_plugin.rank_calls import call_ranks, patience
 
 Answer = dict[str, Any]  # of dymoe_stats: a ServerStats as data
 NAMESPACE = "vllm_dymoe"
@@ -111,12 +112,15 @@ class Statistics:
 def statistics_of(engine: Any) -> Statistics | None:
     """Return the statistics of an AsyncLLM or LLMEngine.
 
-    None for other models, or if statistics are off or in another process.
+    None for other models, if statistics are off or in another process, or if the workers lack our methods.
     """
     config = engine.vllm_config.model_config
     if engine.logger_manager is None or config.quantization != "dymoe":
         return None
     if getattr(engine.engine_core, "client_index", 0) != 0:
+        return None
+    extension = engine.vllm_config.parallel_config.worker_extension_cls  # may be a user's own
+    if not hasattr(resolve_obj_by_qualname(extension), "dymoe_stats"):
         return None
     if engine not in _statistics:
         _statistics[engine] = Statistics(config.served_model_name)
@@ -132,7 +136,7 @@ def publish(engine: Any, logged: Awaitable[None] | None) -> Awaitable[None] | No
         return _publish_later(engine, logged)
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
-            statistics.publish(engine.collective_rpc("dymoe_stats", _patience()))
+            statistics.publish(engine.collective_rpc("dymoe_stats", patience()))
     return None
 
 
@@ -140,15 +144,7 @@ async def _publish_later(engine: Any, logged: Awaitable[None]) -> None:
     await logged
     with _serving_goes_on():
         if (statistics := statistics_of(engine)) is not None:
-            statistics.publish(await engine.collective_rpc("dymoe_stats", _patience()))
-
-
-def _patience() -> float:
-    """Return the timeout for counts in seconds, which is vLLM's for steps.
-
-    A dead node never answers, and requests wait, too.
-    """
-    return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+            statistics.publish(await call_ranks(engine, "dymoe_stats", {}, timeout=patience()))
 
 
 @contextlib.contextmanager

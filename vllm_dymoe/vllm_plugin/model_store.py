@@ -44,7 +44,7 @@ from vllm_dymoe.executor.rates import RATES
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts, Projection, stored_formats
 from vllm_dymoe.kernels import Activation
 from vllm_dymoe.options import ConfigError, Options, store_root
-from vllm_dymoe.quantize import QUANTIZERS
+from vllm_dymoe.quantize import PACKING_VERSION, QUANTIZERS
 from vllm_dymoe.quantize.checkpoint import Checkpoint, content_fingerprint
 from vllm_dymoe.quantize.dummy import random_store
 from vllm_dymoe.quantize.held import Held, widened
@@ -80,6 +80,7 @@ class LayerSpec:
     activation: Activation = Activation.SILU
     weights_on_input: bool = False  # the router's weights multiply the experts' inputs instead of their outputs
     all_experts: int = 0  # on all ranks, as routers number them; 0 where the rank has all of them
+    scattered: tuple[int, ...] = ()  # numbers of its experts among those of all ranks, unless they are consecutive
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -111,6 +112,9 @@ class ModelStore:
         self.place: HostPlace | None = None  # None before the first weight
         self.rates: Path | None = None  # file that stores them; None before the first weight
         self.store: HostStore | None = None  # None before the last layer is loaded
+        if checkpoint is None and options.stored_bits == (16,):  # no byte depends on them, and equal stores are one
+            usual = Options()
+            options = options.model_copy(update={"group_size": usual.group_size, "quantizer": usual.quantizer})
         self._vllm_config, self._options, self.reader, self._formats = vllm_config, options, reader, formats
         self._keeps = keeps or (formats is None and reader.mixed and reader.keeps(options.stored_bits))
         self._requantize = requantize or (reader.mixed and not self._keeps)
@@ -304,7 +308,11 @@ class ModelStore:
         options, spec, experts = self._options, self.layers[0], self.experts
         quantizer = quantizer_name(self.reader, options.stored_bits, options.quantizer, kept=self._keeps)
         ranks = spec.rank, spec.ranks, spec.expert_rank, spec.expert_ranks
-        described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks])
+        # Each is left out where it is as usual, so that stores of earlier versions are found.
+        scattered = [layer.scattered for layer in self.layers if layer.scattered]
+        read_as = self.reader.format if self.reader.held or self.reader.mixed else ()
+        more = filter(None, (scattered, read_as, PACKING_VERSION))
+        described = json.dumps([Manifest(experts, quantizer, "").to_json(), ranks, *more])
         config = self._vllm_config.model_config
         if self.dummy:  # of the checkpoint, only the shapes count
             model = fingerprint(f"{described} random with seed {config.seed}")
@@ -315,7 +323,7 @@ class ModelStore:
     @property
     def _folder(self) -> Path:
         root, model, spec = store_root(self._options.store_dir), self._manifest.model, self.layers[0]
-        name = f"{Path(self._vllm_config.model_config.model).name}-{model}"
+        name = f"{Path(os.path.abspath(self._vllm_config.model_config.model)).name}-{model}"
         # Equal weights under another name, such as a copy, have the same store.
         found = sorted(folder.name for folder in root.glob(f"*-{model}")) if root.is_dir() else []
         return root / (name if name in found or not found else found[0]) / f"rank-{spec.rank}-{spec.expert_rank}"
@@ -347,6 +355,10 @@ class ModelStore:
         if existing is not None:
             if isinstance(existing, CheckpointStore):
                 logger.info("vllm-dymoe: experts stay at 16 bits; reading them from %s", existing.description)
+                if self._options.checksums == "always":
+                    logger.warning(
+                        'vllm-dymoe: checksums is "always", but the checkpoint has none; its experts are not verified'
+                    )
             else:
                 logger.info("vllm-dymoe: the experts are packed already; reading them from %s", existing.folder)
             if not existing.manifest.binds:

@@ -120,6 +120,7 @@ class DymoeMoEMethod(FusedMoEMethodBase):
                 activation=activation,
                 weights_on_input=weights_on_input,
                 all_experts=self.moe.num_experts if parallel.ep_size > 1 else 0,
+                scattered=() if self._balanced else _scattered(layer.expert_map),
             )
         )
         part = get_tensor_model_parallel_rank() if parallel.is_sequence_parallel else None
@@ -164,6 +165,16 @@ class DymoeMoEMethod(FusedMoEMethodBase):
             if rank_server.native is None:
                 return rank_server.forward(self.layer, x, topk_weights, topk_ids)
         return torch.ops.vllm_dymoe.moe(x, topk_weights, topk_ids, self.layer.position)
+
+
+def _scattered(numbers: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the experts of a rank among those of all ranks; empty if consecutive.
+
+    Args:
+        numbers: int [experts], their numbers on this rank, -1 for those of others; None if it has all.
+    """
+    mine = [] if numbers is None else (numbers >= 0).nonzero().flatten().tolist()
+    return tuple(mine) if mine and mine[-1] - mine[0] >= len(mine) else ()
 
 
 def loading_of(config: VllmConfig) -> Loading | None:

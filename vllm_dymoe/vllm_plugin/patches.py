@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import Module
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare
+from vllm_dymoe.vllm_plugin import data_parallel, failures, prepare, rank_calls
 from vllm_dymoe.vllm_plugin.automatic_budget import leave_room
 from vllm_dymoe.vllm_plugin.quant_config import DymoeConfig
 from vllm_dymoe.vllm_plugin.rank_server import RankServer
@@ -47,6 +47,7 @@ class Patch:
 PATCHES: list[Patch] = []
 _WORKER, _CPU_WORKER = "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
 _STEP_ERROR = "a model exception that fails only its step, not the engine"
+_POOLING_ERROR = "an error message of a pooling request that passes from the engine to the caller"
 _SLEEP_HOOK = "a register of what sleeps and wakes with its weights and KV cache"
 _CAPTURE_HOOK = "a hook around the capture of graphs"
 _STATS_FIELD = "a field of SchedulerStats for data of a worker's plugin, passed on to stat logger plugins"
@@ -123,14 +124,19 @@ def _execute_model(original: Original, self: Any, scheduler_output: Any) -> Any:
 
     vLLM's warm-up calls Worker.execute_model itself, so its steps do not come here.
     """
-    rank = _rank(self.worker.vllm_config.quant_config)
+    config = self.worker.vllm_config
+    rank = _rank(config.quant_config)
     if rank is None or not rank.begin_step(scheduler_output, self.worker.model_runner):
         return original(self, scheduler_output)
     try:
         output = original(self, scheduler_output)
     finally:
         rank.end_native()
-    return rank.end_model(self.worker.model_runner, scheduler_output, output)
+    ended = rank.end_model(self.worker.model_runner, scheduler_output, output)
+    # sample_tokens comes next if there is no output, but not in the earlier stages of a pooling model's pipeline.
+    if output is None and config.model_config.runner_type == "pooling":
+        return rank.end_step(None)
+    return ended
 
 
 @_replaces(_WORKER, "sample_tokens", _STEP_ERROR)
@@ -191,6 +197,12 @@ def _make_parallel(
 _replaces("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", _STEP_ERROR)(failures.update_from_output)
 
 
+_replaces(
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor", "collective_rpc",
+    "an executor that reads every rank's reply before it raises an error",
+)(rank_calls.collective_rpc)  # fmt: skip
+
+
 @_replaces(_WORKER, "determine_available_memory", _CAPTURE_HOOK)
 def _determine_available_memory(original: Original, self: Any, *args: Any, **kwargs: Any) -> int:
     """Shrink an automatic budget if a step needs more memory than was estimated.
@@ -226,15 +238,45 @@ def _rank(config: Any) -> RankServer | None:
     "vllm.v1.engine.async_llm.AsyncLLM", "generate",
     "an error message in EngineCoreOutput that servers pass on (vLLM 0.33 has the field)",
 )  # fmt: skip
-async def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Answer failed requests with their error message.
 
     vLLM would answer "Internal server error" instead.
     """
-    async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
-        async for output in outputs:
-            failures.raise_failure(output)
-            yield output
+    return failures.checked(original(self, *args, **kwargs), failures.raise_failure)
+
+
+@_replaces("vllm.v1.engine.async_llm.AsyncLLM", "encode", _POOLING_ERROR)
+def _encode(original: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Answer failed requests of a pooling model with their error message."""
+    return failures.checked(original(self, *args, **kwargs), failures.raise_pooling_failure)
+
+
+@_replaces("vllm.v1.engine.llm_engine.LLMEngine", "step", _POOLING_ERROR)
+def _step(original: Original, self: Any) -> list[Any]:
+    """Raise the error of a failed request of a pooling model.
+
+    What LLM.embed() and its like return has no place for it, so a failed request would look like an answer.
+    """
+    outputs: list[Any] = original(self)
+    for output in outputs:
+        failures.raise_pooling_failure(output)
+    return outputs
+
+
+@_replaces("vllm.v1.engine.output_processor.RequestState", "make_request_output", _POOLING_ERROR)
+def _make_request_output(
+    original: Original, self: Any, new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Keep the error message of a failed request of a pooling model.
+
+    vLLM keeps stop reasons of completions only.
+    """
+    output = original(self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
+    if pooling_output is not None and isinstance(stop_reason, str):
+        failures.keep_failure(output, stop_reason)
+    return output
 
 
 @_replaces(_WORKER, "reload_weights", "a way for a quantization method to refuse or to take part in reloading")

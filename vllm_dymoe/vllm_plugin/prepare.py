@@ -127,7 +127,7 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
             prefix_caching=cached.enable_prefix_caching,
             kv_cache_space=float(space) if space else None, ranks=Ranks(*sizes, ep=parallel.enable_expert_parallel),
         )  # fmt: skip
-        _, start = choose_here(read_model(str(model.model)), asked)
+        _, start = choose_here(read_model(str(model.model), model.revision, model.hf_token), asked)
     except (ConfigError, CheckpointError, OSError, ValueError) as error:
         logger.warning("vllm-dymoe: nothing was chosen for this machine, and the defaults are used, because %s", error)
         return None
@@ -326,8 +326,8 @@ def _add_worker_methods(config: VllmConfig) -> None:
         parallel.worker_extension_cls = WORKER_EXTENSION
     elif parallel.worker_extension_cls != WORKER_EXTENSION:
         logger.info(
-            "vllm-dymoe: worker_extension_cls is %s, so dymoe_stats and dymoe_resize are missing; "
-            "derive your class from %s to have both.",
+            "vllm-dymoe: worker_extension_cls is %s; unless it is derived from %s, there are no dymoe_stats and no "
+            "dymoe_resize, and no counts on /metrics.",
             parallel.worker_extension_cls,
             WORKER_EXTENSION,
         )

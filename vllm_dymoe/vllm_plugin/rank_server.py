@@ -11,6 +11,7 @@ import torch
 
 from vllm_dymoe.cache.transfer import TransferError
 from vllm_dymoe.executor.cpu_executor import CpuExecutor
+from vllm_dymoe.options import ConfigError
 from vllm_dymoe.planner.routing import Phase, Routing, RoutingError
 from vllm_dymoe.prefetch import TrainedPredictor
 from vllm_dymoe.server import ExpertServer
@@ -55,6 +56,7 @@ class RankServer:
         self._num_layers = len(server.experts.layers)  # without a draft's, which are added later
         self._preemptions = Preemptions()
         self.native: CpuExecutor | None = None  # runs the layers of this step without Python
+        self._refused = ""  # why this step's layers cannot run, known before its model runs; empty if they can
         predictor_observer.listen(observation, lambda: self.server.drop_predictor())
 
     def use(self, server: ExpertServer) -> None:
@@ -82,13 +84,14 @@ class RankServer:
 
         Args:
             x: [rows, hidden], like the result.
-            weights: float32 [rows, top_k].
+            weights: float [rows, top_k].
             ids: int [rows, top_k], over the experts of all ranks.
 
         Raises:
             TransferError: in a warm-up that no other rank waits for.
         """
         server, step, rows = self.server, self.step, x.shape[0]
+        weights = weights.float()  # some routers give 16 bits
         tokens, training = step.real(rows), self.training
         draft = layer.position >= self._num_layers
         if training is not None and not draft and (step.phase is Phase.DECODE or is_captured(x)):
@@ -110,6 +113,8 @@ class RankServer:
         everywhere = None if here is ids else ids
         told = phase, prompt, everywhere, layer.weights_on_input
         routing = Routing(layer.position, self._num_layers, x, here, weights, *told)
+        if self._refused and not step.warming_up:  # by now all ranks have begun this step; they start over in the next
+            self.failures.record(self._refused)
         try:
             if not x.shape[0]:  # no engine has requests
                 out = torch.zeros_like(x)
@@ -151,21 +156,50 @@ class RankServer:
         if scheduler_output.total_num_scheduled_tokens == 0:
             return False
         self.step.begin(scheduler_output)
-        # If ranks add up parts of the same experts, one that failed has learnt less than the others, and would choose
-        # other precisions.
-        if self.server.ranks_add_up and self.failures.any_new():
-            self.server.start_over()
-        self.server.host_planned.begin_step(self.step.phase)
-        if self._decode is not None:
-            self._decode.begin()
+        self._begin_layers(self._start_over())
         self._begin_native()
         return True
+
+    def _start_over(self) -> str:
+        """Start over with the other ranks, if one of them failed a step.
+
+        If ranks add up parts of the same experts, that one has learnt less than the others, and would choose other
+        precisions.
+
+        Returns:
+            why that is impossible, or an empty string.
+        """
+        if self.server.ranks_add_up and self.failures.any_new():
+            try:
+                self.server.start_over()
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    def _begin_layers(self, refused: str = "") -> None:
+        """Begin the layers' part of a step.
+
+        A step that they cannot run fails, and has no tokens, so that nothing reads a slot. All ranks start over before
+        the next one.
+
+        Args:
+            refused: why they cannot run it; empty if they can, given slots.
+        """
+        self._refused = refused or self.server.no_slots
+        if self._refused:
+            self.step.drop_tokens()
+        else:
+            self.server.host_planned.begin_step(self.step.phase)
+        if self._decode is not None:
+            if self._refused:
+                self.failures.record(self._refused)  # now, because a replayed graph does not call ``forward``
+            self._decode.begin()
 
     def _begin_native(self) -> None:
         """Begin a native step, if Python has nothing to do in its layers."""
         layers, watched = self.server.host_planned, self.training is not None or bool(self.observation.observers)
         marks = self.step.phase is Phase.PREFILL and self.prompts is not None and self.prompts.wanted
-        if not (watched or marks or layers.needs_python):
+        if not (self._refused or watched or marks or layers.needs_python):
             assert layers.cpu is not None
             layers.cpu.begin_native(self.step.tokens)
             self.native = layers.cpu
@@ -191,9 +225,7 @@ class RankServer:
         This rank's experts serve the tokens of other ranks.
         """
         self.step.begin_idle()
-        self.server.host_planned.begin_step(self.step.phase)
-        if self._decode is not None:
-            self._decode.begin()
+        self._begin_layers()
         try:
             yield
         finally:

@@ -95,6 +95,10 @@ class RunningStep:
         It is counted, too.
         """
         self.number += 1
+        self.drop_tokens()
+
+    def drop_tokens(self) -> None:
+        """Treat all rows of this step as padding."""
         self._scheduled = SchedulerOutput.make_empty()
 
     def end(self) -> None:

@@ -34,10 +34,12 @@ class DymoeWorkerExtension:
     ) -> dict[str, Any]:
         """Change ``expert_budget`` and ``host_memory``.
 
-        A smaller cache starts empty and frees memory. Returns ``dymoe_stats``, and ``free_device_bytes``. On a
-        ValueError the old values stay.
+        Both are checked before either changes, so on a ValueError the old values stay on this rank; see
+        ``dymoe_check`` for several ranks. A smaller cache starts empty and frees memory. Returns ``dymoe_stats``, and
+        ``free_device_bytes``.
         """
         server = _server(self)
+        server.check_budgets(expert_budget, host_memory)
         if host_memory is not None:
             server.resize_host_memory(host_memory)
         if expert_budget is not None:
@@ -48,12 +50,24 @@ class DymoeWorkerExtension:
         """Change ``high``, ``low`` or a parameter of the policy.
 
         ``high`` and ``low`` change among the stored bit-widths. The change applies from the next step on. Returns what
-        is in force now. On a ValueError nothing changes.
+        is in force now. On a ValueError nothing changes on this rank; see ``dymoe_check`` for several ranks.
         """
         server = _server(self)
         if changes:
             server.set_precision(**changes)
         return dict(precision_of(server))
+
+    def dymoe_check(self, method: str, changes: dict[str, Any]) -> None:
+        """Raise ValueError if ``dymoe_resize`` or ``dymoe_precision`` would.
+
+        Nothing changes. Call it before a change if there are several ranks: one may refuse what the others do.
+        """
+        server = _server(self)
+        checks: dict[str, Callable[..., None]] = {
+            "dymoe_resize": server.check_budgets,
+            "dymoe_precision": server.check_precision,
+        }
+        checks[method](**changes)
 
     def dymoe_live(self) -> dict[str, Any]:
         """Return what the live page shows; see :func:`~vllm_dymoe.server.live.live_state`."""

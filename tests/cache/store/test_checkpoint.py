@@ -101,6 +101,38 @@ def test_a_file_that_changes_is_an_error(store, folder):
         read(store, SliceKey(0, 0, 16))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_that_gets_another_mode_or_name_or_is_removed_is_read_on(store, folder, direct):
+    store.reading = Reading(direct=direct, depth=2)
+    path, key = folder / "model-1.safetensors", SliceKey(0, 0, 16)
+    before = read(store, key)
+    for change in (
+        lambda: path.chmod(0o600),
+        lambda: (folder / "link").hardlink_to(path),
+        lambda: path.rename(folder / "other"),
+        lambda: (folder / "other").unlink(),
+        lambda: (folder / "link").unlink(),
+    ):
+        change()
+        assert torch.equal(read(store, key), before)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_with_other_weights_is_an_error_also_if_its_size_and_time_are_the_same(store, folder, direct):
+    store.reading = Reading(direct=direct, depth=2)
+    path, key = folder / "model-1.safetensors", SliceKey(0, 0, 16)
+    read(store, key)
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-len(content) // 2 :] = bytes(len(content) // 2)
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(DamagedStoreError, match=r"model-1\.safetensors has changed"):
+        read(store, key)
+
+
 def test_a_missing_file_is_an_error(folder):
     opened(folder).close()
     places = opened(folder)

@@ -196,3 +196,26 @@ def test_pages_have_the_size_that_the_policy_says(tmp_path):
         command, names = [sys.executable, "-c", LARGE, str(tmp_path / "store")], NAMES | {"HOME": str(tmp_path)}
         done = subprocess.run(command, cwd=ROOT, env=names | environment, capture_output=True, text=True, timeout=400)
         assert (done.returncode, done.stdout) == (0, f"{lost}\n"), done.stderr[-2000:]
+
+
+OTHERS = """
+import os
+from vllm_dymoe.cache.store.mapped import MappedFile, in_page_cache
+from vllm_dymoe.kernels import native
+
+native.load()
+if os.geteuid() == 0:
+    os.setuid(65534)
+file = os.open("/bin/sh", os.O_RDONLY)
+try:
+    MappedFile(file)
+except OSError as error:
+    print(error, in_page_cache(file, 0, 4096))
+"""
+
+
+def test_a_file_whose_pages_the_system_does_not_tell_is_not_mapped(ended):
+    """Of root's file, Linux tells other users that every page is in memory."""
+    status, said, errors = ended(OTHERS)
+    assert status == 0, errors[-2000:]
+    assert "which of its pages are in memory False" in said

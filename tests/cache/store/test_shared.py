@@ -4,6 +4,7 @@ The kernel's accounting shows that there is one copy, which ends with the last r
 """
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -314,3 +315,37 @@ def test_the_lock_beside_a_store_is_not_followed(folder, tmp_path):
     with pytest.raises(StoreError):
         make_host_cache(folder)
     assert not victim.exists()
+
+
+def test_a_turn_is_locked_for_writing_as_nfs_needs_it(folder, monkeypatch):
+    """NFS 4 emulates flock by other locks, which need a descriptor for writing."""
+    real, turn = fcntl.flock, Turn(folder)
+
+    def lock(file, operation):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    turn.begin()
+    with open(folder.with_name(f"{folder.name}.lock")) as other, pytest.raises(BlockingIOError):
+        real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    turn.end()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_lock_file_that_may_only_be_read_is_locked_too(folder, monkeypatch, code):
+    real, lock = os.open, folder.with_name(f"{folder.name}.lock")
+    lock.touch()
+
+    def read_only(path, flags, *mode, **more):
+        if path == lock and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    turn = Turn(folder)
+    turn.begin()
+    with lock.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    turn.end()

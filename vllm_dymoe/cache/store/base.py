@@ -96,6 +96,13 @@ class HostStore(ABC):
         """Return whether a slice can be read without waiting for a disk, and is verified."""
         return self.whole
 
+    def writes(self) -> list[int]:
+        """Return how often each layer's mapped file was found to have been written to.
+
+        Its slices then have to be verified again, which :meth:`in_memory` does.
+        """
+        return []
+
     def lost(self, keys: Iterable[SliceKey]) -> str:
         """Return why slices could not be read while they were in use, as a sentence.
 

@@ -56,7 +56,6 @@ _NOTHING: frozenset[int] = frozenset()
 _SPARE_DESCRIPTORS = 16  # for files that the process opens for a moment
 _READS_OF_ALL = 8  # concurrent reads past the page cache while everything is read
 _SAMPLE = 64  # slices whose pages are looked up in the page cache, to choose how everything is read
-_SECONDS = 1.0  # interval after which a mapped file in use is checked again
 
 
 def file_name(layer_index: int) -> str:
@@ -144,7 +143,7 @@ class FileStore(HostStore):
         self._descriptors: list[int] = []
         self._verified: dict[SliceKey, frozenset[int]] = {}
         self._stamps: list[Stamp] = []
-        self._looked: list[float] = []  # when each mapped file was checked
+        self._writes: list[int] = []  # how often each layer's file was found to have been written to
         self._maps: list[MappedFile] = []
         self.unmapped, self.lost_before = "", lost_pages()
 
@@ -260,14 +259,17 @@ class FileStore(HostStore):
             if not self._maps[key.layer].has(self._begin(key), nbytes):
                 self._verified.pop(key, None)  # it is read from disk again
                 return False
-            if self._looked[key.layer] + _SECONDS < time.monotonic():
-                self._looked[key.layer] = time.monotonic()
-                self._look(key.layer)
             if not self._verified.get(key, _NOTHING).issuperset(EVERY_PROJECTION):
                 self.check(key, self.packed(key))
         except (OSError, ValueError, StoreError):  # a read reports a file's fault to the requests that need it
             return False
         return True
+
+    def writes(self) -> list[int]:
+        for layer in range(len(self._layers)):
+            with contextlib.suppress(StoreError):  # a read reports it to the requests that need the file
+                self._look(layer)
+        return list(self._writes)
 
     def lost(self, keys: Iterable[SliceKey]) -> str:
         if lost_pages() == self.lost_before:
@@ -289,7 +291,7 @@ class FileStore(HostStore):
         self._layers += other._layers
         self._descriptors += other._descriptors
         self._stamps += other._stamps
-        self._looked += other._looked
+        self._writes += other._writes
         other._descriptors = []
         self.reading = self.reading  # also for the files that were added
 
@@ -340,6 +342,7 @@ class FileStore(HostStore):
             for key in [key for key in list(self._verified) if key.layer == layer]:
                 self._verified.pop(key, None)
             self._stamps[layer] = now
+            self._writes[layer] += 1
 
     def _pieces(self, key: SliceKey, projections: range) -> list[Piece]:
         """Return where adjacent projections of a slice are, in order."""
@@ -420,7 +423,7 @@ class FileStore(HostStore):
             file = open_regular(path)
             self._descriptors.append(file)
             self._stamps.append(Stamp.of(file))
-            self._looked.append(time.monotonic())
+            self._writes.append(0)
             self._layers.append(self._read_tables(layer_index, path, file, slices))
         except FileNotFoundError as error:
             raise DamagedStoreError(f"{path} of the expert store is missing; {_again(self.folder)}.") from error

@@ -18,6 +18,7 @@ import torch
 from vllm_dymoe.kernels import native
 
 _SECONDS = 1.0  # time for which a slice counts as being in memory after a check
+_AFTER = 1 << 30  # bytes after the end of a file where the page cache surely holds no page of it
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -26,13 +27,18 @@ _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 
 
 class MappedFile:
-    """The bytes of a file; OSError if they cannot be mapped or guarded."""
+    """The bytes of a file.
+
+    OSError if they cannot be mapped or guarded, or if the system does not tell which of them are in memory.
+    """
 
     def __init__(self, file: int) -> None:
         library = native.load()
         if library is None:
             raise OSError("there is no native library")
         self._library, nbytes = library, os.fstat(file).st_size
+        if not tells_pages(file):
+            raise OSError("the system tells only who owns a file, or may write it, which of its pages are in memory")
         numbers: list[int] = []
 
         def end_guard() -> None:
@@ -59,6 +65,16 @@ class MappedFile:
         return there
 
 
+def tells_pages(file: int) -> bool:
+    """Return whether the system tells which pages of a file are in memory.
+
+    Of a file that this process neither owns nor may write, Linux says since 5.2 that all are: also a page long after
+    the file's end. OSError if that page cannot be mapped.
+    """
+    library, end = native.load(), os.fstat(file).st_size // mmap.PAGESIZE * mmap.PAGESIZE
+    return library is not None and not library.resident(map_file(file, mmap.PAGESIZE, end + _AFTER))
+
+
 def in_page_cache(file: int, offset: int, nbytes: int) -> bool:
     """Return whether the page cache has a part of a file; False if that is unknown.
 
@@ -66,7 +82,9 @@ def in_page_cache(file: int, offset: int, nbytes: int) -> bool:
     """
     library, begin = native.load(), offset // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        return library is not None and library.resident(map_file(file, offset + nbytes - begin, begin))
+        if library is None or not tells_pages(file):
+            return False
+        return library.resident(map_file(file, offset + nbytes - begin, begin))
     except OSError:
         return False
 

@@ -47,20 +47,12 @@ class Turn:
     def begin(self) -> None:
         """Wait for the turn, unless this process has it.
 
-        If a store exists but its folder may not be written, all processes lock the store's folder itself. Raises
-        StoreError if the folder cannot be written, or has no locks.
+        StoreError if the lock file cannot be created, or the file system has no locks.
         """
         if self._file >= 0:
             return
         try:
-            try:
-                make_folders(self._path.parent)
-                flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                self._file = os.open(self._path, flags, 0o644)
-            except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._folder.is_dir():
-                    raise
-                self._file = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._file = self._open()
             fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:
             self.end()
@@ -68,6 +60,24 @@ class Turn:
                 f"{self._path} cannot be locked ({error.strerror}), but ranks share a store by locks; set store_dir "
                 "to a folder on a disk of this machine"
             ) from error
+
+    def _open(self) -> int:
+        """Open the lock file, for writing if that is allowed: locks of NFS need it.
+
+        If a store exists but its folder may not be written, all processes lock the store's folder itself.
+        """
+        flags = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        for access in (os.O_RDWR, os.O_RDONLY):
+            try:
+                make_folders(self._path.parent)
+                return os.open(self._path, access | flags, 0o644)
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                    raise
+                refused = error
+        if not self._folder.is_dir():
+            raise refused
+        return os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def end(self) -> None:
         if self._file >= 0:

@@ -122,9 +122,12 @@ class Reader:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """What identifies the format: readers with equal values read in the same way."""
-        made = (self.make.func, self.make.args) if isinstance(self.make, partial) else (self.make,)
-        return self.method, self.encoding, self.group_size, self.parts, self.asymmetric, self.act_order, made
+        """What identifies the format: readers with equal values read in the same way.
+
+        Names and numbers only: they are a part of a store's fingerprint.
+        """
+        made = (self.make.func.__name__, *self.make.args) if isinstance(self.make, partial) else (self.make.__name__,)
+        return self.method, self.encoding.name, self.group_size, self.parts, self.asymmetric, self.act_order, made
 
     @property
     def summary(self) -> str:
@@ -162,6 +165,10 @@ class MixedReader(Reader):
         parts = {part: () for reader in readers.values() for part in reader.known_parts}
         methods = " and ".join(sorted({reader.summary for reader in readers.values()}))
         return cls(methods, PLAIN, None, parts, _not_held, readers=readers)
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        return tuple((*place, self.readers[place].format) for place in sorted(self.readers))
 
     def at(self, layer: int, projection: Projection) -> Reader:
         return self.readers.get((layer, projection), PLAIN_READER)

@@ -142,6 +142,26 @@ def test_layers_without_experts_are_known(changes, layers):
     assert sum(is_moe(QWEN3_30B | changes, layer) for layer in range(8)) == layers
 
 
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 40960),
+        ({"max_position_embeddings": None}, 0),
+        ({"max_position_embeddings": None, "max_seq_len": 2048}, 2048),  # DBRX
+        ({"seq_length": 8192}, 8192),
+        ({"model_max_length": 65536}, 65536),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 163840),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 40960),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, 40960),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2}, "sliding_attention": {}}}, 81920),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),  # Phi-3.5-MoE
+        ({"rope_scaling": {"type": "longrope"}}, 40960),
+    ],
+)
+def test_a_models_longest_context_is_vllms_default(changes, longest):
+    assert shape_of(QWEN3_30B | changes, "config.json").longest == longest
+
+
 def test_a_model_without_experts_is_refused():
     dense = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}
     with pytest.raises(ConfigError, match="Mixture-of-Experts"):

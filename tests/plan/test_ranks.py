@@ -9,7 +9,7 @@ from vllm_dymoe.experts.identity import ModelIdentity
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.choice import ServeSettings, choices, predict
 from vllm_dymoe.plan.costs import Costs
-from vllm_dymoe.plan.device import find_device
+from vllm_dymoe.plan.device import DenseRate, Device, ExpertRate, find_device
 from vllm_dymoe.plan.model import shape_of
 from vllm_dymoe.plan.ranks import Ranks
 from vllm_dymoe.plan.routings import made_up
@@ -81,6 +81,19 @@ def test_two_cards_behind_one_switch_fetch_half_as_fast_and_stages_add_up():
     row = fastest(stages)
     assert stages.whole(row, MIX, CARD, 1, 64).tpot == pytest.approx(2 * row.tpot)
     assert ranks.whole(alone, MIX, CARD, 1, 64).tpot == pytest.approx(alone.tpot + ranks.seconds(MIX, CARD, 1))
+
+
+def test_ranks_share_the_cpu_and_the_disk_of_their_machine():
+    gpu = replace(CARD, host=6e10, disk=2e9)
+    assert Ranks(tp=2).device(gpu) == replace(gpu, host=3e10, disk=1e9)
+    assert Ranks(tp=2, nodes=2, network=1e9).device(gpu) == gpu
+    rates = ExpertRate("cpu", 1, 1, False, 2e10, 8e10), DenseRate(16, 1, 1e9)
+    cpu = Device("CPU", 64 << 30, 4e10, 1e12, float("inf"), rates=rates[:1], dense=rates[1:])
+    half = replace(
+        cpu, bandwidth=2e10, compute=5e11, rates=(replace(rates[0], read=1e10, compute=4e10),),
+        dense=(replace(rates[1], weights=5e8),),
+    )  # fmt: skip
+    assert Ranks(pp=2).device(cpu) == half
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from vllm_dymoe.plan.costs import Costs
 from vllm_dymoe.plan.device import DenseRate, ExpertRate
 from vllm_dymoe.plan.machine import Gpu, Machine, Probe, machine_here, random_weight_bytes, read_machine
 from vllm_dymoe.plan.model import attention_of, shape_of
-from vllm_dymoe.plan.start import Asked, Model, choose, prefix_caching, read_model
+from vllm_dymoe.plan.ranks import Ranks
+from vllm_dymoe.plan.start import Asked, Model, Planner, choose, prefix_caching, read_model
 from vllm_dymoe.resolve import resolve_options
 
 GIB = 2**30
@@ -24,9 +25,13 @@ RATES = (
     ExpertRate("cpu", 3 * 2048 * 768, 256, False, 1e10, 1e12),
 )
 CPU = Machine(cores=16, host_memory=64 * GIB, memory_rate=4e10, kernel="AVX512", experts=RATES, disk=2e9)
-RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", memory=24 * GIB, link=2.4e10, bandwidth=9e11, compute=1.5e14)
+RTX4090 = Gpu(
+    name="NVIDIA GeForce RTX 4090", memory=24 * GIB, link=2.4e10, bandwidth=9e11, compute=1.5e14, capability=(8, 9),
+)  # fmt: skip
 DESKTOP = CPU.model_copy(update={"gpus": (RTX4090,)})
 QWEN = Model("qwen", shape_of(QWEN3_30B, "config.json"))
+MIX = Model("mixtral", shape_of(MIXTRAL, "config.json"))
+FOUR_BITS = {"policy": "exact", "high": 4, "dense": 16}  # leaves little to choose, so it takes little time
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +178,74 @@ def test_several_requests_keep_their_kv_cache_beside_the_experts():
 def test_nothing_that_fits_is_a_sentence():
     with pytest.raises(ConfigError, match="GiB"):
         choose(DESKTOP, QWEN, Asked(max_model_len=40960, max_num_seqs=16, gpu_memory_utilization=0.2))
+
+
+@pytest.mark.parametrize("length", [8192, 16384, 32768])
+def test_a_cpus_kv_cache_has_room_for_vllms_own_block(length):
+    """A context may be whole GiB, and vLLM keeps a block of 128 tokens for itself."""
+    planner = Planner(CPU, MIX, Asked(FOUR_BITS, max_model_len=length))
+    *_, planned = planner.chosen()
+    token = MIX.shape.kv_bytes
+    assert length * token % GIB == 0
+    assert planner.kv_space(planned.kv_cache) >= (length + 128) * token
+
+
+def test_a_context_beyond_the_models_is_planned_as_it_was_asked():
+    """Such as Qwen3's with YaRN, which --hf-overrides sets."""
+    start = choose(CPU, QWEN, Asked(FOUR_BITS, max_model_len=131072))
+    assert int(start.environment["VLLM_CPU_KVCACHE_SPACE"]) * GIB > 131072 * QWEN.shape.kv_bytes
+    assert ("context", "131072 tokens", "set by you") in start.reasons
+    longest, longer = (
+        Planner(DESKTOP, QWEN, Asked(FOUR_BITS, max_model_len=length, kv_cache_dtype="auto")).chosen()[2].choice.limit
+        for length in (40960, 65536)
+    )
+    assert longest - longer == pytest.approx(24576 * QWEN.shape.kv_bytes, rel=0.2)
+
+
+def test_a_context_that_config_json_does_not_name_is_vllms():
+    start = choose(DESKTOP, Model("qwen", replace(QWEN.shape, longest=0)), Asked(FOUR_BITS))
+    assert start.arguments["max-model-len"] == "2048"
+    assert any("--max-model-len" in why for subject, _, why in start.reasons if subject == "context")
+
+
+def test_a_budget_that_was_set_may_take_all_that_the_kv_cache_leaves():
+    """An automatic one takes four fifths."""
+    start = choose(DESKTOP, QWEN, Asked(FOUR_BITS | {"expert_budget": "100%"}, max_model_len=4096))
+    ((_, _, said),) = [row for row in start.reasons if row[0] == "expert budget"]
+    assert "all fit" in said
+    needed = QWEN.shape.packed((4,)).nbytes(4) / GIB
+    with pytest.raises(ConfigError, match=rf"{needed:.0f}\.\d GiB of experts"):
+        choose(DESKTOP, QWEN, Asked({"expert_budget": "100%"}, max_model_len=131072))
+
+
+def test_two_ranks_on_one_cpu_are_not_faster_than_one():
+    one, two = (choose(CPU, QWEN, Asked(FOUR_BITS, max_model_len=4096, ranks=Ranks(tp=tp))) for tp in (1, 2))
+    assert two.tokens_per_second < 1.1 * one.tokens_per_second
+
+
+def test_the_table_counts_all_stages():
+    start = choose(DESKTOP, QWEN, Asked(FOUR_BITS, max_model_len=4096, ranks=Ranks(pp=2)))
+    ((_, (alone, *_)),) = start.table
+    assert 0.8 / start.tpot < alone < 1.001 / start.tpot, "its requests have more tokens in the KV cache"
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "kinds"),
+    [
+        ((8, 6), {}, {"auto", "fp8"}),
+        ((8, 6), {"head_dim": 96}, {"auto"}),
+        ((8, 6), {"model_type": "gpt_oss"}, {"auto"}),
+        ((8, 6), {"add_swa_attention_sink_bias": True}, {"auto"}),
+        ((8, 6), {"add_swa_attention_sink_bias": False}, {"auto", "fp8"}),
+        ((8, 9), {"model_type": "gpt_oss"}, {"auto", "fp8"}),
+        ((7, 5), {}, {"auto"}),
+    ],
+)
+def test_the_kv_cache_is_halved_only_where_vllm_can(capability, changes, kinds):
+    gpus = (RTX4090.model_copy(update={"capability": capability}),)
+    model = Model("m", shape_of(QWEN3_30B | changes, "config.json"))
+    planner = Planner(DESKTOP.model_copy(update={"gpus": gpus}), model, Asked())
+    assert {setup.kv_cache_dtype for setup in planner._setups} == kinds
 
 
 @pytest.fixture

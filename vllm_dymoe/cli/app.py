@@ -324,7 +324,9 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="Recorded routing; default synthetic routing.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests that decode concurrently.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
-    max_model_len: Annotated[int, typer.Option(min=1, help="As for `vllm serve`.")] = 8192,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="As for `vllm serve`; default 8192, or the model's longest.")
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As for `vllm serve`.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1, help="As for `vllm serve`.")] = 0.9,
     policy: Annotated[list[str] | None, typer.Option(help="Show this policy at every budget; repeatable.")] = None,
@@ -352,7 +354,10 @@ def plan(
 
     if gpu is None:
         raise ConfigError("name the device, such as --gpu rtx4090.")
-    serving = ServeSettings(max_model_len, max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
+    serving = ServeSettings(max_num_seqs=max_num_seqs, gpu_memory_utilization=gpu_memory_utilization)
     ranks = Ranks(tp, dp, pp, ep, nodes, cards_per_switch, parse_rate(network) if network else 0.0)
     card = find_device(gpu, link, measured)
-    planning.run(model, card, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure)
+    planning.run(
+        model, card, trace, batch, prompt, serving, policy or (), disk, host_memory, misses, ranks, figure,
+        max_model_len,
+    )  # fmt: skip

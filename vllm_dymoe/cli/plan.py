@@ -25,7 +25,7 @@ ALONE = Ranks()
 def run(
     model: str, card: Device, trace: Path | None, batch: int, prompt: int, serving: ServeSettings,
     policies: Sequence[str], disk: str | None = None, host_memory: str | None = None, misses: str = "fetch",
-    ranks: Ranks = ALONE, figure: Path | None = None,
+    ranks: Ranks = ALONE, figure: Path | None = None, max_model_len: int | None = None,
 ) -> None:  # fmt: skip
     if figure is not None:
         require(figure)
@@ -35,6 +35,8 @@ def run(
     ranks.check()
     whole = read_shape(model)
     shape, device = ranks.shape(whole), ranks.device(card)
+    length = max_model_len or min(serving.max_model_len, whole.longest or serving.max_model_len)
+    serving = replace(serving, max_model_len=length)
     if (disk is None) != (host_memory is None):
         raise ConfigError(
             "set --disk and --host-memory together: experts that host memory has no room for are read from the disk."
@@ -71,7 +73,7 @@ def run(
     typer.echo(
         f"Recommended: the fastest whose most likely tokens agree with 16 bits in {GOOD_ENOUGH:.0%} of cases, as "
         "measured on this project's small model. Measure quality on yours.\n"
-        f"{_command(model, best, shape, serving, device.host_memory, ranks)}"
+        f"{_command(model, best, serving, device.host_memory, ranks)}"
     )
     if figure is not None:
         source = f"as in {trace}" if trace else "made-up routers"
@@ -131,13 +133,11 @@ def _routings(shape: ModelShape, model: str, trace: Path | None, batch: int) -> 
     return Routings(found, batch)
 
 
-def _command(
-    model: str, row: Choice, shape: ModelShape, serving: ServeSettings, host_memory: int | None, ranks: Ranks
-) -> str:
+def _command(model: str, row: Choice, serving: ServeSettings, host_memory: int | None, ranks: Ranks) -> str:
     held = {} if host_memory is None else {"host_memory": host_memory}
-    length = min(serving.max_model_len, shape.longest)
+    options = json.dumps({"dymoe": {**row.given, **held, "expert_budget": row.limit}})
     return (
-        f"vllm serve {model} --quantization dymoe --max-model-len {length} --max-num-seqs {serving.max_num_seqs} "
-        f"--gpu-memory-utilization {serving.gpu_memory_utilization:g}{ranks.arguments} "
-        f"--additional-config '{json.dumps({'dymoe': {**row.given, **held, 'expert_budget': row.limit}})}'"
+        f"vllm serve {model} --quantization dymoe --max-model-len {serving.max_model_len} "
+        f"--max-num-seqs {serving.max_num_seqs} --gpu-memory-utilization {serving.gpu_memory_utilization:g}"
+        f"{ranks.arguments} --additional-config '{options}'"
     )

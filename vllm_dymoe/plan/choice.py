@@ -168,16 +168,17 @@ def _agreement(precisions: str, options: Options) -> float | None:
 
 def room_for_experts(
     shape: ModelShape, device: Device, serving: ServeSettings, least: int, *, dense: int = 16, kv_share: float = 1.0,
-    requests: int = 1,
+    requests: int = 1, automatic: bool = True,
 ) -> int:  # fmt: skip
-    """Return the bytes that ``expert_budget`` "auto" would take.
+    """Return the most bytes that ``expert_budget`` may take.
 
-    They are computed by the function that decides at start.
+    Those of "auto" are computed by the function that decides at start.
 
     Args:
         dense: the option of that name.
         kv_share: of the KV cache at 16 bits, what a smaller type of it takes.
         requests: whose KV cache at ``max_model_len`` stays free.
+        automatic: whether the budget is; if the user sets it, it may take all that the KV cache leaves.
 
     Raises:
         ConfigError: no experts fit.
@@ -188,8 +189,10 @@ def room_for_experts(
         attention=shape.attention_width, intermediate=shape.intermediate, top_k=shape.top_k,
         vocabulary=shape.vocabulary,
     )  # fmt: skip
-    length = min(serving.max_model_len, shape.longest)
+    length = serving.max_model_len
     kv_cache = int(shape.kv_bytes * kv_share * length * requests)
+    if not automatic:
+        return free - step.nbytes - kv_cache
     return automatic_share(free, kv_cache, step.nbytes, least, length, requests=requests)
 
 

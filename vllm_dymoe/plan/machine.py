@@ -79,6 +79,8 @@ class Gpu(BaseModel):
     """Bytes per second of reading its memory."""
     compute: float = Field(gt=0)
     """Operations per second of a bfloat16 product."""
+    capability: tuple[int, int]
+    """CUDA's compute capability, such as [8, 9]."""
 
 
 class Machine(BaseModel):
@@ -310,8 +312,11 @@ def measure(probe: Probe) -> Machine:
     for number in range(torch.cuda.device_count() if cuda else 0):
         about = torch.cuda.get_device_properties(number)
         gpus.append(
-            Gpu(name=about.name, memory=about.total_memory, link=link, bandwidth=read, compute=_gpu_compute(number))
-        )
+            Gpu(
+                name=about.name, memory=about.total_memory, link=link, bandwidth=read, compute=_gpu_compute(number),
+                capability=(about.major, about.minor),
+            )
+        )  # fmt: skip
     nodes = len(list(_NODES.glob("node[0-9]*"))) or 1
     return Machine(
         gpus=tuple(gpus), cores=usable_cores(), numa_nodes=nodes, host_memory=max(1, available_host_memory()),

@@ -31,6 +31,15 @@ from vllm_dymoe.quantize.tensors import CheckpointError
 ITEM = 2  # bytes of a weight outside of experts
 _LARGEST, _MOST_LAYERS = 1 << 24, 1 << 14  # upper bounds of sizes in config.json
 _RECURRENT = "mamba_", "ssm_", "linear_", "attn_layer_period", "hybrid_override_pattern", "conv_l_"
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+# Kinds of RoPE whose lengths in config.json are scaled already.
+_SCALED = "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn"
+_MOST_SCALED = 1024  # upper bound of a scaling factor
+_FLASHINFER_HEADS = 64, 128, 256, 512
+_SINKS = "gpt_oss", "granitemoe"  # have attention sinks without saying so; the latter in some checkpoints
 _KV_HEADS = "num_key_value_heads", "num_attention_groups"  # the latter in Step-3.5
 # Width of an MLP in layers without experts, where `intermediate_size` may be that of experts.
 _DENSE_WIDTHS = (
@@ -81,7 +90,8 @@ class ModelShape:
     kv_bytes: int  # bytes of KV cache per token in all layers, at 16 bits
     kv_heads: int  # number of parts into which ranks can split the KV cache
     vocabulary: int  # logits of a token
-    longest: int  # max_position_embeddings
+    longest: int  # tokens of a context, as vLLM has them by default; 0 if config.json names no length
+    fp8_from: tuple[int, int] = 8, 9  # compute capability from which vLLM can halve the KV cache
     kept: ExpertFormat | None = None  # format of a quantized checkpoint's experts, which keep their codes
     held: HeldDense | None = None  # what it stores in the same way of the rest
     unknown: str = ""  # why that is not known, if it is not
@@ -250,7 +260,8 @@ def shape_of(config: dict[str, Any], where: str, said: Mapping[str, Any] | None 
         kv_bytes=ITEM * counts["attention"] * cached,
         kv_heads=1 if config.get("kv_lora_rank") else size(*_KV_HEADS, "num_attention_heads"),
         vocabulary=size("vocab_size"),
-        longest=size("max_position_embeddings", default=1 << 15),
+        longest=_longest(config, size),
+        fp8_from=_fp8_from(config, size),
         held=held,
         unknown=unknown,
         gated=gated,
@@ -303,6 +314,37 @@ def _attention(hidden: int, heads: int, size: Callable[..., int]) -> tuple[int, 
         reduced = heads * head * out + size("o_groups") * out * hidden
         return low * (hidden + heads * head) + hidden * kv_heads * head + reduced, width, kv_heads * head
     return 2 * hidden * head * (heads + kv_heads), width, 2 * kv_heads * head
+
+
+def _longest(config: Mapping[str, Any], size: Callable[..., int]) -> int:
+    """Return the tokens of a context that vLLM takes by default.
+
+    They are the smallest length in config.json, times RoPE's factor. For LongRoPE they are the length before it was
+    extended: a longer context changes the answers to short prompts, too. 0 if config.json names no length.
+    """
+    lengths = [length for name in _LENGTHS if (length := size(name, default=0))]
+    longest, factor = size("model_max_length", default=min(lengths, default=0)), 1.0
+    said = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(said, Mapping):
+        return longest
+    nested = [rope for rope in said.values() if isinstance(rope, Mapping)]  # by kinds of layers
+    for rope in nested or [said]:
+        kind, scaled = rope.get("rope_type", rope.get("type")), rope.get("factor")
+        if kind in ("su", "longrope"):
+            return size("original_max_position_embeddings", default=longest)
+        if kind not in _SCALED and isinstance(scaled, int | float) and 0 < scaled <= _MOST_SCALED:
+            factor = scaled
+    return int(longest * factor)
+
+
+def _fp8_from(config: Mapping[str, Any], size: Callable[..., int]) -> tuple[int, int]:
+    """Return the compute capability from which vLLM can store keys and values in FP8.
+
+    Cards before 8.9 need FlashInfer for it, which has kernels for heads of some sizes, without attention sinks.
+    """
+    head = size("head_dim", default=size("hidden_size") // size("num_attention_heads"))
+    sinks = config.get("model_type") in _SINKS or any(value and "sink" in name for name, value in config.items())
+    return (8, 0) if head in _FLASHINFER_HEADS and not sinks else (8, 9)
 
 
 def attention_of(config: Mapping[str, Any]) -> Attention:

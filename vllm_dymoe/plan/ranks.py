@@ -49,6 +49,11 @@ class Ranks:
         return self.tp * self.dp * self.pp
 
     @property
+    def on_machine(self) -> int:
+        """Number of ranks of one machine."""
+        return self.count // self.nodes
+
+    @property
     def experts_over(self) -> int:
         """Number of ranks that share the experts of a layer."""
         return self.tp * self.dp if self.ep else 1
@@ -77,8 +82,18 @@ class Ranks:
         )
 
     def device(self, card: Device) -> Device:
-        """Return a card with the memory and link that one rank has."""
-        return replace(card, link=card.link / self.per_switch)
+        """Return what one rank has of a device.
+
+        The ranks of a machine share its CPU and its disk, and cards behind a switch share a link.
+        """
+        ranks = self.on_machine
+        own = replace(card, link=card.link / self.per_switch, host=card.host / ranks, disk=card.disk / ranks)
+        if not card.is_cpu:
+            return own
+        rates = tuple(replace(rate, read=rate.read / ranks, compute=rate.compute / ranks) for rate in card.rates)
+        dense = tuple(replace(rate, weights=rate.weights / ranks) for rate in card.dense)
+        bandwidth, compute = card.bandwidth / ranks, card.compute / ranks
+        return replace(own, bandwidth=bandwidth, compute=compute, rates=rates, dense=dense)
 
     def sent(self, model: ModelShape, tokens: int) -> tuple[float, float]:
         """Return the bytes that a rank exchanges in a step.
@@ -104,7 +119,7 @@ class Ranks:
     def seconds(self, model: ModelShape, card: Device, tokens: int) -> float:
         """Return the seconds of those transfers, during which no experts are fetched."""
         near, far = self.sent(model, tokens)
-        each = self.network * self.nodes / self.count  # ranks of a node share its network
+        each = self.network / self.on_machine  # ranks of a node share its network
         return near / self.device(card).link + (far / each if far else 0.0)
 
     def whole(self, row: Choice, model: ModelShape, card: Device, batch: int, prompt: int) -> Choice:

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, Literal
 
 from vllm_dymoe.cache.budget import limit_in_bytes, minimum_budget, workspace_bytes
@@ -38,6 +39,8 @@ _NEAR = 1.3  # times as long as the fastest is near enough for the rest to be tr
 _SAME = 1.05  # times as long is as fast
 _KV_SHARES = {"auto": 1.0, "fp8": 0.5}  # of 16 bits
 _CPU_KV_SHARE = 4  # a CPU's KV cache gets a quarter of the memory at most
+_BLOCK = 256  # tokens of a block of the KV cache at most; a CPU has 128, for some models 16 or 256
+_UNKNOWN_LENGTH = 2048  # vLLM's context, if config.json names none
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class Planner:
         self.shape = asked.ranks.shape(model.shape)
         self.on_gpu = bool(machine.gpus)
         self.device = asked.ranks.device(machine.device())
-        self.longest = min(asked.max_model_len or model.shape.longest, model.shape.longest)
+        self.spare_memory = machine.spare_memory // asked.ranks.on_machine  # bytes of each rank
+        self.longest = asked.max_model_len or model.shape.longest or _UNKNOWN_LENGTH
         self.requests = min(asked.max_num_seqs or 1, max(REQUESTS))
         self._routings: dict[int, Routings] = {}
         self._planned: dict[tuple[object, ...], Planned | None] = {}
@@ -156,7 +160,9 @@ class Planner:
         """
         asked, model, seen = self.asked.options, self.model, set[str]()
         dense = (16,) if model.quantized else (16, 8)
-        kinds = ("auto", "fp8") if self.on_gpu and model.shape.kv_heads > 1 else ("auto",)
+        gpus, shape = self.machine.gpus, model.shape
+        halved = bool(gpus) and shape.kv_heads > 1 and gpus[0].capability >= shape.fp8_from
+        kinds = ("auto", "fp8") if halved else ("auto",)
         kinds = kinds if self.asked.kv_cache_dtype is None else (self.asked.kv_cache_dtype,)
         misses = ("auto", "share") if self.on_gpu else ("auto",)
         known = {candidate["policy"] for candidate in CANDIDATES}
@@ -200,17 +206,19 @@ class Planner:
         """
         options, experts, shape = setup.options, setup.experts, self.shape
         kv_share = _KV_SHARES.get(setup.kv_cache_dtype, 0.5 if "8" in setup.kv_cache_dtype else 1.0)
-        kv_cache = int(shape.kv_bytes * kv_share * length * requests)
+        blocks = requests * ceil(length / _BLOCK) + 1  # one is vLLM's own
+        kv_cache = int(shape.kv_bytes * kv_share * _BLOCK * blocks)
         reads = shape.kv_bytes * kv_share * min(cached, length) * requests
         policy, workspace = make_policy(options), workspace_bytes(experts, "cuda" if self.on_gpu else "cpu")
         least = minimum_budget(experts, options, policy, workspace)
         whose = max(requests, options.expert_budget.requests)  # KV cache stays free
-        spare, device, chunk = self.machine.spare_memory // self.asked.ranks.count, self.device, 0
+        spare, device, chunk = self.spare_memory, self.device, 0
         serving = replace(self._serving, max_model_len=length)
         if self.on_gpu:
             room = self._room(serving, least, options, kv_share, whose)
             if self.asked.max_num_batched_tokens is None:
-                missing = max(0, experts.nbytes(options.high) - room)
+                resident = limit_in_bytes(options.expert_budget, experts, options, workspace, room)
+                missing = max(0, experts.nbytes(options.high) - resident)
                 chunk = max(serving.max_num_batched_tokens, chunk_of(missing, shape, device))
                 serving = replace(serving, max_num_batched_tokens=chunk)
                 room = self._room(serving, least, options, kv_share, whose)
@@ -219,17 +227,20 @@ class Planner:
             room = spare - shape.memory_of_dense(options.dense) - self.kv_space(kv_cache)
             complete = room >= experts.stored_nbytes
             if not complete:  # "auto" gives slots a half, and the page cache the other
-                spare = room = room // 2
+                spare = room // 2
+                room = spare if options.expert_budget.is_auto else room
         if options.misses == "share" and not complete:
             raise ConfigError("misses can be shared with the CPU only if host memory has all experts.")
         budget = options.expert_budget
         if self.on_gpu and budget.is_auto and not policy.residency.keeps:
             budget = ExpertBudget(slots="top-k")
         limit = limit_in_bytes(budget, experts, options, workspace, room)
-        if not least <= limit <= room:
+        if (needed := max(limit, least)) > room:
+            many = "one request" if requests == 1 else f"{requests} requests"
+            ours = "" if budget.is_auto else "expert_budget, "
             raise ConfigError(
-                f"{size(limit)} of experts do not fit beside {requests} requests of {length} tokens; {size(room)} are "
-                "left for them."
+                f"{size(needed)} of experts do not fit beside the KV cache of {many} of {length} tokens, which leaves "
+                f"them {size(max(0, room))}; lower {ours}--max-model-len or --max-num-seqs."
             )
         device = replace(device, host_memory=None if complete else spare)
         tokens = serving.max_num_batched_tokens
@@ -241,8 +252,9 @@ class Planner:
 
     def _room(self, serving: ServeSettings, least: int, options: Options, kv_share: float, requests: int) -> int:
         return room_for_experts(
-            self.shape, self.device, serving, least, dense=options.dense, kv_share=kv_share, requests=requests
-        )
+            self.shape, self.device, serving, least, dense=options.dense, kv_share=kv_share, requests=requests,
+            automatic=options.expert_budget.is_auto,
+        )  # fmt: skip
 
     def kv_space(self, kv_cache: int) -> int:
         """Return the bytes of a CPU's KV cache.
@@ -255,7 +267,7 @@ class Planner:
         if self.asked.kv_cache_space is not None:
             return int(self.asked.kv_cache_space * 2**30)
         space = max(1, -(-kv_cache // 2**30)) << 30
-        if space > max(1 << 30, self.machine.spare_memory // _CPU_KV_SHARE):
+        if space > max(1 << 30, self.spare_memory // _CPU_KV_SHARE):
             raise ConfigError(
                 f"a KV cache of {size(space)} is more than a quarter of the memory; lower --max-model-len."
             )
@@ -324,9 +336,21 @@ class Planner:
         elif not found:
             found = planned(setups)  # a smaller KV cache may fit
         if not found:
-            self.plan(setups[0], self.lengths[0], 1)  # its sentence
+            smallest = min(setups, key=self._size)
+            self.plan(smallest, self.length(smallest), 1)  # its sentence
             raise ConfigError(f"{self.requests} concurrent requests do not fit; lower --max-num-seqs.")
         return found
+
+    def _size(self, setup: _Setup) -> tuple[int, int, bool]:
+        """Return what orders candidates by the memory that they need."""
+        options = setup.options
+        dense = self.shape.memory_of_dense(options.dense)
+        return setup.experts.nbytes(options.high), dense, setup.kv_cache_dtype == "auto"
+
+    def whole(self, planned: Planned, requests: int) -> Choice:
+        """Return what was planned for one rank, with the time for all ranks."""
+        device = self.machine.device()
+        return self.asked.ranks.whole(planned.choice, self.model.shape, device, requests, PROMPT)
 
     def good(self, setup: _Setup, choice: Choice) -> bool:
         """Return whether a precision is good enough, or not ours to choose."""
@@ -354,8 +378,7 @@ def choose(machine: Machine, model: Model, asked: Asked) -> Start:
     """Choose everything that is open; ConfigError if nothing fits."""
     planner = Planner(machine, model, asked)
     setup, length, planned = planner.chosen()
-    choice, ranks = planned.choice, asked.ranks
-    whole = ranks.whole(choice, model.shape, planner.device, planner.requests, PROMPT)
+    whole = planner.whole(planned, planner.requests)
     options = {key: value for key, value in setup.given.items() if key not in model.fixed}
     options |= {key: value for key, value in _budget(planner, setup, planned).items() if key not in asked.options}
     options = {key: value for key, value in options.items() if key in asked.options or value != _default(key)}
@@ -372,11 +395,12 @@ def choose(machine: Machine, model: Model, asked: Asked) -> Start:
     environment = {}
     if not planner.on_gpu and asked.kv_cache_space is None:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(planner.kv_space(planned.kv_cache) >> 30)
-    table = [
-        (tokens, [None if found is None else 1 / found.choice.tpot for found in row])
-        for tokens in planner.lengths
-        for row in [[planner.tried(setup, tokens, requests, tokens) for requests in REQUESTS]]
-    ]
+
+    def speed_of(tokens: int, requests: int) -> float | None:
+        found = planner.tried(setup, tokens, requests, tokens)
+        return None if found is None else 1 / planner.whole(found, requests).tpot
+
+    table = [(tokens, [speed_of(tokens, requests) for requests in REQUESTS]) for tokens in planner.lengths]
     reasons = list(_reasons(planner, setup, length, planned, options, prefixes))
     speed = planner.requests / whole.tpot
     return Start(options, arguments, environment, reasons, speed, whole.tpot, whole.ttft, table)
@@ -438,6 +462,14 @@ def _dense_of_checkpoint(planner: Planner) -> str:
     return f"{said}; planned as fast as 16 bits, because it was not measured{_because(machine.unmeasured)}"
 
 
+def _why_context(planner: Planner, length: int) -> str:
+    if planner.asked.max_model_len is not None:
+        return "set by you"
+    if not planner.model.shape.longest:
+        return "vLLM's, as config.json names none; --max-model-len sets another"
+    return "the model's longest" if length == planner.longest else "the longest that leaves experts 90 % of their speed"
+
+
 def _because(why: str) -> str:
     return f" ({why}; try again with --retune)" if why else " on this machine"
 
@@ -478,8 +510,7 @@ def _reasons(
     else:
         where = "all in memory, computed in place" if planned.complete else "not all fit into memory: from the disk"
         yield "experts", size(stored), why("expert_budget", where)
-    said = "set by you" if asked.max_model_len is not None else "the longest that leaves experts 90 % of their speed"
-    yield "context", f"{length} tokens", "the model's longest" if length == model.shape.longest else said
+    yield "context", f"{length} tokens", _why_context(planner, length)
     cache = size(planned.kv_cache) if planner.on_gpu else size(planner.kv_space(planned.kv_cache))
     many = f"{planner.requests} contexts" if planner.requests > 1 else "one context"
     cached, why_cached = prefixes

@@ -108,7 +108,7 @@ class Machine(BaseModel):
     """Seconds of a small operation of torch, called from Python."""
     disk: float | None = Field(default=None, gt=0)
     """Bytes per second that the disk of the packed experts reads past the page cache; None in a file system that
-    cannot, such as one in memory."""
+    cannot, such as one in memory, and in a folder that cannot be written."""
 
     @property
     def spare_memory(self) -> int:
@@ -215,7 +215,8 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
     Raises:
         ConfigError: the rates cannot be measured.
     """
-    make_folders(Path(probe.folder))
+    with contextlib.suppress(OSError):  # then there is no disk to measure
+        make_folders(Path(probe.folder))
     found = None if retune else kept_machine(probe, kept)
     if found is None:
         command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
@@ -223,7 +224,6 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
         found = _better(*(_measured(command, policy) for policy in ("active", "passive")))
         if probe.held and not found.gpus:
             found = found.model_copy(update=_with_held(probe, found.dense))
-        make_folders(kept.parent)
         keep_beside(kept, probe.key, found)
     return found.model_copy(update={"host_memory": available_host_memory()})
 
@@ -443,9 +443,10 @@ def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
 def _disk_rate(folder: Path) -> float | None:
     """Return the rate in bytes per second at which a disk reads a new file.
 
-    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it.
+    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it, or if
+    no file can be written.
     """
-    with tempfile.TemporaryFile(dir=folder) as temporary:
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as temporary:
         temporary.write(os.urandom(_DISK_BYTES))
         temporary.flush()
         os.fsync(temporary.fileno())
@@ -459,9 +460,10 @@ def _disk_rate(folder: Path) -> float | None:
 
             with ThreadPoolExecutor(_DISK_DEPTH) as pool:
                 seconds = typical(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
+            return _DISK_BYTES / seconds
         finally:
             close_file(file)
-    return _DISK_BYTES / seconds
+    return None
 
 
 if __name__ == "__main__":

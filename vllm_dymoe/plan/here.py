@@ -1,7 +1,7 @@
 """Chooses how to serve a model on this machine, and keeps the choice.
 
 A choice is kept by machine, card, driver, storage and model, and by the user's arguments; if one of these changes, it
-is made again.
+is made again. A choice by rates that others disturbed is not kept.
 """
 
 import hashlib
@@ -38,7 +38,8 @@ def choose_here(
     start = None if retune else kept_beside(folder / STARTS, key, Start)
     if start is None:
         start = choose(here, model, asked)
-        keep_beside(folder / STARTS, key, start)
+        if not here.disturbed:
+            keep_beside(folder / STARTS, key, start)
     return here, start
 
 

@@ -1,4 +1,4 @@
-"""A container's limits: this process's control groups, and its usable cores."""
+"""A container's limits: this process's control groups, cores and threads."""
 
 import contextlib
 import math
@@ -28,6 +28,25 @@ def usable_cores(cores: int | None = None) -> int:
             if quota > 0 and period > 0:  # -1 means no limit
                 cores = min(cores, max(1, math.ceil(quota / period)))
     return cores
+
+
+def threads_set() -> str:
+    """Return what the user has set of a CPU server's threads; empty if nothing.
+
+    VLLM_CPU_OMP_THREADS_BIND names cores, or is "nobind" with OMP_NUM_THREADS. Without it vLLM itself sets
+    OMP_NUM_THREADS in each worker.
+    """
+    binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    return {"auto": "", "nobind": os.environ.get("OMP_NUM_THREADS", "")}.get(binding, binding)
+
+
+def threads_within_quota(threads: int, ranks: int = 1) -> int:
+    """Return how many of its threads a rank on a CPU keeps.
+
+    A container that has used up its share of a period stalls until the next one, so its ranks share its ``cpu.max``.
+    A user's own setting is kept.
+    """
+    return threads if threads_set() else max(1, usable_cores(threads * ranks) // ranks)
 
 
 def cores_of_process() -> set[int]:

@@ -147,14 +147,15 @@ def remove_given_up(folder: Path, pattern: str) -> None:
 
 
 def keep_beside(path: Path, key: str, measured: Any) -> None:
-    """Store a measured dataclass under a key, in a JSON file next to a store.
+    """Store a measured dataclass under a key, in a JSON file.
 
-    If the folder cannot be written, nothing is stored and the next start measures again.
+    The folder is created if needed. If it cannot be written, nothing is stored and the next start measures again.
     """
     kind = type(measured)
     kept = _all_kept(path, kind) | {key: measured}
     content = TypeAdapter(dict[str, kind]).dump_json(kept, indent=2)  # type: ignore[valid-type]
     with contextlib.suppress(OSError):
+        make_folders(path.parent)
         replace_file(path, content + b"\n")
 
 

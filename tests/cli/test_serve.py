@@ -163,6 +163,24 @@ def test_it_becomes_vllm_and_remembers(folder, tmp_path, monkeypatch):
     assert len(started) == 1
 
 
+def test_a_choice_by_disturbed_rates_is_not_kept_and_that_is_said(folder, tmp_path, monkeypatch):
+    busy = CPU.model_copy(update={"others": 0.42})
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr("vllm_dymoe.plan.here.machine_here", lambda probe, kept, retune: busy)
+    told = command("serve", folder, "--dry-run").stdout
+    assert re.search(r"^machine .* others used 42% of the cores, so not kept", told, re.MULTILINE)
+    assert len(told.partition("\nTokens/s of")[0].splitlines()) <= 12, "a title, heads, and ten lines"
+    assert not list(tmp_path.rglob("starts.json"))
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("vllm_dymoe.plan.here.machine_here", lambda probe, kept, retune: CPU)
+    result = command("serve", folder, "--dry-run")
+    assert result.exit_code == 0, result.output
+
+
 def test_arguments_of_another_kind_pass(folder):
     parsed = Arguments.parse(["--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2"])
     assert parsed.passed == ("--served-model-name", "a", "b", "--no-enable-prefix-caching", "-dp=2")

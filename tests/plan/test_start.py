@@ -304,6 +304,7 @@ def test_a_card_without_a_data_sheet_is_planned_by_what_was_measured():
 
 
 def test_a_machine_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_machine, "_MOST_OTHERS", 99)  # whatever else runs here
     probe, kept = Probe(str(tmp_path / "store"), 256, 64, 2, 8, 2, 1 << 16), tmp_path / "cache" / "machines.json"
     first = machine_here(probe, kept)
     assert first.cores > 0

@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from tests.plan.test_start import CPU
 from vllm_dymoe.experts.encoding import MXFP4, NESTED, STEPS
 from vllm_dymoe.options import ConfigError
 from vllm_dymoe.plan.start import Start
@@ -233,7 +234,7 @@ def asked(monkeypatch):
 
     def choose(model, wanted):
         asked.append((model, wanted))
-        return None, Start({"high": 8, "dense": 8}, {}, {}, (), 10.0, 0.1, 1.0, ())
+        return CPU, Start({"high": 8, "dense": 8}, {}, {}, (), 10.0, 0.1, 1.0, ())
 
     monkeypatch.setattr(prepare, "choose_here", choose)
     return asked
@@ -247,6 +248,13 @@ def test_where_nothing_is_set_the_plugin_chooses(asked, said):
     assert (wanted.max_model_len, wanted.options) == (128, {})
     (line,) = [text for _, text in said if "no option was set" in text]
     assert '"high": 8' in line
+
+
+def test_a_choice_by_disturbed_rates_is_said(monkeypatch, warnings):
+    busy, start = CPU.model_copy(update={"others": 0.42}), Start({"high": 8}, {}, {}, (), 10.0, 0.1, 1.0, ())
+    monkeypatch.setattr(prepare, "choose_here", lambda *_: (busy, start))
+    configure(max_num_batched_tokens=2048)
+    assert any("42%" in text for text in warnings())
 
 
 def test_the_choice_is_part_of_what_decides_the_tokens_of_a_step(asked):

@@ -177,6 +177,8 @@ def describe(machine: Machine) -> tuple[str, str]:
     disk = "" if machine.disk is None else f", disk {machine.disk / 1e9:.1f}"
     nodes = f" on {machine.numa_nodes} nodes" if machine.numa_nodes > 1 else ""
     what = f"{len(gpus)} x {gpus[0].name}" if gpus else f"{machine.cores} cores{nodes}"
+    if machine.disturbed:
+        return what, f"measured while others used {machine.others:.0%} of the cores, so not kept"
     return what, (
         f"GB/s: {link}memory {machine.memory_rate / 1e9:.0f} ({size(machine.host_memory)}), "
         f"experts {machine.experts[0].read / 1e9:.1f} ({machine.kernel.rpartition(', ')[2]}){disk}"

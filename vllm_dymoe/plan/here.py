@@ -1,7 +1,7 @@
 """Chooses how to serve a model on this machine, and keeps the choice.
 
 A choice is kept by machine, card, driver, storage and model, and by the user's arguments; if one of these changes, it
-is made again.
+is made again. A choice by rates that others disturbed is not kept.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_dymoe import __version__
-from vllm_dymoe.durable import keep_beside, kept_beside, make_folders
+from vllm_dymoe.durable import keep_beside, kept_beside
 from vllm_dymoe.options import cache_folder, store_root
 from vllm_dymoe.plan.machine import KEPT, Machine, Probe, machine_here
 from vllm_dymoe.plan.model import config_folder
@@ -38,8 +38,8 @@ def choose_here(
     start = None if retune else kept_beside(folder / STARTS, key, Start)
     if start is None:
         start = choose(here, model, asked)
-        make_folders(folder)
-        keep_beside(folder / STARTS, key, start)
+        if not here.disturbed:
+            keep_beside(folder / STARTS, key, start)
     return here, start
 
 

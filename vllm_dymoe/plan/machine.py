@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from vllm_dymoe import __version__
 from vllm_dymoe.bench.run import rates
 from vllm_dymoe.cache.pages import available_host_memory, map_bytes
 from vllm_dymoe.cache.store.disk import read_direct, set_direct, storage_of
-from vllm_dymoe.cgroups import usable_cores
+from vllm_dymoe.cgroups import threads_set, threads_within_quota, usable_cores
 from vllm_dymoe.durable import close_file, keep_beside, kept_beside, make_folders, read_regular
 from vllm_dymoe.experts.encoding import WHOLE, encoding_of
 from vllm_dymoe.experts.format import ExpertFormat, ModelExperts
@@ -50,6 +50,7 @@ KEPT = "machines.json"  # file name, in the cache folder
 IN_VLLM = "vllm_dymoe.vllm_plugin.dense_rates"  # program that times a checkpoint's own layers, with vLLM
 _CARDS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 _NODES = Path("/sys/devices/system/node")
+_STAT = Path("/proc/stat")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _DISK_BYTES, _DISK_PIECE, _DISK_DEPTH = 64 << 20, 1 << 20, 8
 _READ_BYTES = 256 << 20  # read to time a GPU's host
@@ -60,6 +61,7 @@ _MATRICES = 2  # of a layer in addition to its experts: the input and the output
 _BLOCK = 128  # of rows: kernels of several formats need whole ones
 _WORDS = 200  # characters of a reason that are kept
 _LONGEST = 1.0  # seconds for which one measurement is repeated
+_ATTEMPTS, _MOST_OTHERS = 3, 0.1  # measurements, while others use more than this share of the cores
 _MATRIX = 4096  # of the product that shows a GPU's operations per second
 _LEFT_SHARE, _LEFT_LEAST = 10, 2 << 30  # of host memory, what stays free, as ``host_store`` "auto" has it
 
@@ -110,7 +112,14 @@ class Machine(BaseModel):
     """Seconds of a small operation of torch, called from Python."""
     disk: float | None = Field(default=None, gt=0)
     """Bytes per second that the disk of the packed experts reads past the page cache; None in a file system that
-    cannot, such as one in memory."""
+    cannot, such as one in memory, and in a folder that cannot be written."""
+    others: float = Field(default=0.0, ge=0)
+    """Share of the cores that others used while the rates were measured."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others may have lowered the rates. Such rates are not kept."""
+        return self.others > _MOST_OTHERS
 
     @property
     def spare_memory(self) -> int:
@@ -203,9 +212,9 @@ class Probe:
         driver = [_DRIVER.read_text()] if _DRIVER.is_file() else []
         visible, size = os.environ.get("CUDA_VISIBLE_DEVICES", ""), astuple(self)[1:]
         software = f"torch {torch.__version__}, vllm {_vllm_version()}, vllm-dymoe {__version__}"
+        threads = f"{usable_cores()} cores, threads {threads_set() or 'auto'}"
         return " ".join(
-            f"{storage_of(Path(self.folder))}; {cards} {driver} {visible}; {usable_cores()} cores; {software}; "
-            f"{size}".split()
+            f"{storage_of(Path(self.folder))}; {cards} {driver} {visible}; {threads}; {software}; {size}".split()
         )
 
 
@@ -217,16 +226,13 @@ def machine_here(probe: Probe, kept: Path, *, retune: bool = False) -> Machine:
     Raises:
         ConfigError: the rates cannot be measured.
     """
-    make_folders(Path(probe.folder))
+    with contextlib.suppress(OSError):  # then there is no disk to measure
+        make_folders(Path(probe.folder))
     found = None if retune else kept_machine(probe, kept)
     if found is None:
-        command = [sys.executable, "-m", "vllm_dymoe.plan.machine", json.dumps(vars(probe))]
-        # Threads that spin while they wait are faster, but a hundred times as slow on a busy machine.
-        found = _better(*(_measured(command, policy) for policy in ("active", "passive")))
-        if probe.held and not found.gpus:
-            found = found.model_copy(update=_with_held(probe, found.dense))
-        make_folders(kept.parent)
-        keep_beside(kept, probe.key, found)
+        found = _measured(probe)
+        if not found.disturbed:
+            keep_beside(kept, probe.key, found)
     return found.model_copy(update={"host_memory": available_host_memory()})
 
 
@@ -235,16 +241,44 @@ def kept_machine(probe: Probe, kept: Path) -> Machine | None:
     return kept_beside(kept, probe.key, Machine)
 
 
-def _measured(command: Sequence[str], policy: str) -> Machine:
-    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ConfigError(f"this machine could not be measured:\n{done.stderr[-2000:]}")
-    return Machine.model_validate_json(done.stdout.splitlines()[-1])
+def _measured(probe: Probe) -> Machine:
+    """Return this machine as child processes measure it."""
+    try:
+        # Threads that spin while they wait are faster, but a hundred times as slow on a busy machine.
+        policies = [{"OMP_WAIT_POLICY": policy} for policy in ("active", "passive")]
+        answers, others = _answers(__name__, vars(probe), policies)
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"this machine could not be measured:\n{error.stderr[-2000:]}") from error
+    found = reduce(_better, map(Machine.model_validate, answers)).model_copy(update={"others": others})
+    return found.model_copy(update=_with_held(probe, found)) if probe.held and not found.gpus else found
 
 
-def _with_held(probe: Probe, dense: Sequence[DenseRate]) -> dict[str, Any]:
-    """Return a machine's ``dense`` and ``unmeasured``.
+def _answers(
+    program: str, job: Mapping[str, Any], settings: Sequence[Mapping[str, str]] = ({},)
+) -> tuple[list[Any], float]:
+    """Return what a program measures with each of some settings, and others' share.
+
+    As long as others use too much of the cores it runs again, three times at most. They only lower rates, so the
+    highest of all runs count; the share is that of the last runs.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command, answers, others = [sys.executable, "-m", program, json.dumps(job)], list[Any](), 0.0
+    # A server counts its threads by itself, unless the user has set them.
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS" or value == threads_set()}
+    for _ in range(_ATTEMPTS):
+        for setting in settings:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env={**kept, **setting})
+            answers.append(json.loads(done.stdout.splitlines()[-1]))
+        others = max(answer["others"] for answer in answers[-len(settings) :])
+        if others <= _MOST_OTHERS:
+            break
+    return answers, others
+
+
+def _with_held(probe: Probe, machine: Machine) -> dict[str, Any]:
+    """Return a machine's ``dense``, ``unmeasured`` and ``others``.
 
     They include layers in the checkpoint's own format. vLLM makes and computes them in a process of its own, as it will
     when it serves them.
@@ -252,15 +286,16 @@ def _with_held(probe: Probe, dense: Sequence[DenseRate]) -> dict[str, Any]:
     rows = max(1, round(probe.held / _MATRICES / probe.hidden / _BLOCK)) * _BLOCK
     count = probe.matrices(rows * probe.hidden * probe.bits / 8, random_weight_bytes(available_host_memory()))
     job = {"model": probe.model, "layer": probe.held_layer, "rows": rows, "columns": probe.hidden, "count": count}
-    done = subprocess.run([sys.executable, "-m", IN_VLLM, json.dumps(job)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"unmeasured": (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1][:_WORDS]}
-    told = json.loads(done.stdout.splitlines()[-1])
+    try:
+        answers, others = _answers(IN_VLLM, job)
+    except subprocess.CalledProcessError as error:
+        return {"unmeasured": (error.stderr.strip().splitlines() or [f"code {error.returncode}"])[-1][:_WORDS]}
+    best = map(max, zip(*(answer["rates"] for answer in answers), strict=True))
     rates = [
-        DenseRate(probe.bits, tokens, rate, probe.held_format, told["kernel"])
-        for tokens, rate in zip(ROWS, told["rates"], strict=True)
+        DenseRate(probe.bits, tokens, rate, probe.held_format, answers[-1]["kernel"])
+        for tokens, rate in zip(ROWS, best, strict=True)
     ]
-    return {"dense": (*dense, *rates)}
+    return {"dense": (*machine.dense, *rates), "others": max(machine.others, others)}
 
 
 def _vllm_version() -> str:
@@ -275,10 +310,11 @@ def _better(one: Machine, other: Machine) -> Machine:
     """Return the higher of two measurements' rates, one by one."""
     dense = [max(rates, key=lambda rate: rate.weights) for rates in zip(one.dense, other.dense, strict=True)]
     experts = [max(rates, key=lambda rate: rate.read) for rates in zip(one.experts, other.experts, strict=True)]
+    disks = [disk for disk in (one.disk, other.disk) if disk is not None]
     return one.model_copy(
         update={
             "experts": tuple(experts), "dense": tuple(dense), "operation": min(one.operation, other.operation),
-            "memory_rate": max(one.memory_rate, other.memory_rate),
+            "memory_rate": max(one.memory_rate, other.memory_rate), "disk": max(disks, default=None),
         }
     )  # fmt: skip
 
@@ -302,8 +338,10 @@ def read_machine(path: Path) -> Machine:
 def measure(probe: Probe) -> Machine:
     """Measure this machine, for a few seconds.
 
-    CUDA is used where there is a GPU.
+    CUDA is used where there is a GPU. A container's limit bounds the threads, as in a server.
     """
+    torch.set_num_threads(threads_within_quota(torch.get_num_threads()))
+    others = Others()
     told, weights = rates(), random_weight_bytes(available_host_memory())
     kernel, experts = _expert_rates(probe, weights)
     cuda = torch.cuda.is_available()
@@ -322,7 +360,30 @@ def measure(probe: Probe) -> Machine:
         gpus=tuple(gpus), cores=usable_cores(), numa_nodes=nodes, host_memory=max(1, available_host_memory()),
         memory_rate=_host_rate() if cuda else read, kernel=kernel, experts=experts,
         dense=() if cuda else _dense_rates(probe, weights), operation=_operation(), disk=_disk_rate(Path(probe.folder)),
+        others=others.share(),
     )  # fmt: skip
+
+
+class Others:
+    """What others use of the cores of this process, from now on."""
+
+    def __init__(self) -> None:
+        self._begin, self._before = time.perf_counter(), self._seconds()
+
+    def share(self) -> float:
+        """Return their share until now; cores in excess of a container's limit are theirs."""
+        cores, ours = len(os.sched_getaffinity(0)), usable_cores()
+        used = (self._seconds() - self._before) / (time.perf_counter() - self._begin)
+        return max(0.0, used - (cores - ours)) / ours
+
+    @staticmethod
+    def _seconds() -> float:
+        """Return their processor time, and what a hypervisor took, in seconds."""
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        lines = map(str.split, _STAT.read_text().splitlines())
+        # The times of a core: user, nice, system, idle, waiting for disks, two kinds of interrupts, stolen.
+        ticks = sum(sum(map(int, times[:3] + times[5:8])) for name, *times in lines if name in cores)
+        return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def typical(action: Callable[[], object], times: int = 5) -> float:
@@ -448,9 +509,10 @@ def _dense_rates(probe: Probe, nbytes: int) -> tuple[DenseRate, ...]:
 def _disk_rate(folder: Path) -> float | None:
     """Return the rate in bytes per second at which a disk reads a new file.
 
-    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it.
+    Random pieces are read, several at once, past the page cache. None if the file system cannot bypass it, or if
+    no file can be written.
     """
-    with tempfile.TemporaryFile(dir=folder) as temporary:
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as temporary:
         temporary.write(os.urandom(_DISK_BYTES))
         temporary.flush()
         os.fsync(temporary.fileno())
@@ -464,9 +526,10 @@ def _disk_rate(folder: Path) -> float | None:
 
             with ThreadPoolExecutor(_DISK_DEPTH) as pool:
                 seconds = typical(lambda: list(pool.map(read, range(0, _DISK_BYTES, _DISK_PIECE))), 2)
+            return _DISK_BYTES / seconds
         finally:
             close_file(file)
-    return _DISK_BYTES / seconds
+    return None
 
 
 if __name__ == "__main__":

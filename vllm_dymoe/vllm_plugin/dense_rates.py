@@ -6,10 +6,12 @@ a JSON object; an error ends it with a sentence.
 """
 
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +20,17 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
 
-from vllm_dymoe.plan.machine import ROWS, typical
+from vllm_dymoe.plan.machine import ROWS, Others, typical
+from vllm_dymoe.vllm_plugin.threads import keep_to_quota
 
 _LONGEST = 2.0  # seconds in which layers are made: of large ones there may be fewer than asked for
+_SHORTEST = 1.0  # seconds in which they are timed: the system counts the time that others take in hundredths of one
 _LARGEST_BYTE = 0x38  # FP8's code of 1.0: no code below it is infinite or NaN
 _ONE = 0x7F  # the code of 1.0 in a scale that is an exponent
 
 
 def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kernel's name, and weights per second by tokens of ``ROWS``.
+    """Return the kernel's name, weights per second by ``ROWS``, and others' share.
 
     Args:
         job: ``model`` is the folder of a config.json, ``layer`` the name of a matrix, with ``rows`` and ``columns``,
@@ -42,20 +46,24 @@ def rates_of(job: Mapping[str, Any]) -> dict[str, Any]:
         ensure_model_parallel_initialized(1, 1)
         dtype = config.model_config.dtype
         torch.set_default_dtype(dtype)
+        keep_to_quota("cpu", 1)
         begun, layers = time.perf_counter(), list[Any]()
         while len(layers) < job["count"] and (not layers or time.perf_counter() - begun < _LONGEST):
             layers.append(_made(config, job))
-        rates, weights = [], len(layers) * job["rows"] * job["columns"]
-        for tokens in ROWS:
-            x = torch.randn(tokens, job["columns"], dtype=dtype)
-
-            def step(x: torch.Tensor = x) -> None:
-                for layer in layers:
-                    layer.quant_method.apply(layer, x)
-
+        steps = [partial(_step, layers, torch.randn(tokens, job["columns"], dtype=dtype)) for tokens in ROWS]
+        for step in steps:
             step()
-            rates.append(weights / typical(step, 8))
-    return {"kernel": _kernel(layers[0]), "rates": rates}
+        timed, others, begun = list[list[float]](), Others(), time.perf_counter()
+        while time.perf_counter() - begun < _SHORTEST:
+            timed.append([typical(step, 8) for step in steps])
+    weights = len(layers) * job["rows"] * job["columns"]
+    rates = [weights / statistics.median(seconds) for seconds in zip(*timed, strict=True)]
+    return {"kernel": _kernel(layers[0]), "rates": rates, "others": others.share()}
+
+
+def _step(layers: Sequence[Any], x: torch.Tensor) -> None:
+    for layer in layers:
+        layer.quant_method.apply(layer, x)
 
 
 def _made(config: VllmConfig, job: Mapping[str, Any]) -> Any:

@@ -127,7 +127,7 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
             prefix_caching=cached.enable_prefix_caching,
             kv_cache_space=float(space) if space else None, ranks=Ranks(*sizes, ep=parallel.enable_expert_parallel),
         )  # fmt: skip
-        _, start = choose_here(read_model(str(model.model), model.revision, model.hf_token), asked)
+        here, start = choose_here(read_model(str(model.model), model.revision, model.hf_token), asked)
     except (ConfigError, CheckpointError, OSError, ValueError) as error:
         logger.warning("vllm-dymoe: nothing was chosen for this machine, and the defaults are used, because %s", error)
         return None
@@ -135,6 +135,11 @@ def chosen_options(config: VllmConfig) -> dict[str, Any] | None:
         "vllm-dymoe: no option was set, so `vllm-dymoe serve` chooses: %s (predicted: %.3g tokens/s); "
         "set additional_config.dymoe to {} for the defaults.", json.dumps(dict(start.options)), start.tokens_per_second,
     )  # fmt: skip
+    if here.disturbed:
+        logger.warning(
+            "vllm-dymoe: others used %.0f%% of the cores while this machine was measured, so its rates may be too low; "
+            "the next start measures again.", 100 * here.others,
+        )  # fmt: skip
     return {**additional, "dymoe": dict(start.options)}
 
 

@@ -79,7 +79,7 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     names, trace = [], make_trace()
     monkeypatch.setattr("vllm_dymoe.durable.os.fsync", lambda _: names.extend(p.name for p in tmp_path.iterdir()))
     trace.save(tmp_path / "a.safetensors")
-    assert [name.rpartition(".")[0] for name in names] == ["a.safetensors"]
+    assert [name.rpartition(".")[2] for name in names] == ["dymoe-partial"]
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     (tmp_path / names[0]).write_bytes((tmp_path / "a.safetensors").read_bytes()[:100])
     (tmp_path / "notes.txt").write_text("mine")

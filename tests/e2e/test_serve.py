@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -16,6 +17,7 @@ from tests.e2e.test_server import BIN, Server, run_until_it_ends
 from tests.support.forked import started
 from vllm_dymoe.cache.store import MANIFEST
 from vllm_dymoe.cache.store.writer import JOURNAL
+from vllm_dymoe.plan.here import STARTS
 
 pytestmark = pytest.mark.engine
 
@@ -51,12 +53,17 @@ def options_of(text):
     return json.loads(words[words.index("--additional-config") + 1])["dymoe"]
 
 
-def test_the_choice_is_printed_and_the_same_again(choose, chosen):
+def test_the_choice_is_printed_and_the_same_again_if_nothing_disturbed_it(cache, choose, chosen):
     assert "all in memory, computed in place" in " ".join(chosen.split())
     for line in ("machine", "policy", "precision", "dense layers", "experts", "context", "KV cache", "expected"):
         assert re.search(rf"^{line}", chosen, re.MULTILINE), line
-    assert command_of(choose()) == command_of(chosen)
     assert options_of(chosen)["expert_budget"] == "top-k"
+    kept = list(Path(cache["VLLM_CACHE_ROOT"]).rglob(STARTS))
+    if "not kept" in chosen:  # other tests use the cores meanwhile
+        assert kept == []
+    else:
+        assert len(kept) == 1
+        assert command_of(choose()) == command_of(chosen)
 
 
 class OneCommand(Server):

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def fills(work: Path, results: Results) -> None:
     experts = type(experts)(tuple(range(QUOTED)), experts.num_experts, experts.top_k, experts.formats)
     if not (folder / "dymoe_experts.json").is_file():
         random_store(experts, StoreWriter(folder, Manifest(experts, "dummy", "sizes")), 0).close()
-    parts = {"reads": read_once, "fills_touched": fill_touched, "fills": fill}
+    parts = {"reads": read_once, "fills_touched": partial(fill, touched=True), "fills": partial(fill, touched=False)}
     rows = []
     for _ in range(3):
         seconds = {}
@@ -277,17 +278,12 @@ def read_once(folder: Path) -> float:
     return seconds
 
 
-def fill_touched(folder: Path) -> float:
-    """Return the seconds of filling host memory that was touched before."""
-    return _fill(folder, touched=True)
+def fill(folder: Path, *, touched: bool) -> float:
+    """Return the seconds of filling host memory, as ``host_store`` "pinned" does.
 
-
-def fill(folder: Path) -> float:
-    """Return the seconds of filling host memory, as ``host_store`` "pinned" does."""
-    return _fill(folder, touched=False)
-
-
-def _fill(folder: Path, *, touched: bool) -> float:
+    Args:
+        touched: whether the process has the memory before; otherwise filling takes it from the system, as a start does.
+    """
     store = FileStore(folder)
     cache = HostCache(store, whole_host_cache(store.experts), fills=not touched)
     seconds = _seconds(cache.fill)

@@ -64,7 +64,7 @@ def lines(rows: Sequence[Row], bounds: Bounds) -> list[dict[str, str]]:
 
 
 def _numbers(row: Row, bounds: Bounds, full_load: Row) -> dict[str, Any]:
-    measured, options, bits = row["measured"], row["options"] or {}, bits_of(row)
+    measured, options, bits = row["measured"], options_of(row), bits_of(row)
     tpot, rate, decode = measured["tpot_ms"] or {}, measured["decode_tokens_per_second"], measured["decode"] or {}
     full_rate = full_load.get("decode_tokens_per_second")
     emulated, moved, seconds = options.get("link_gbps"), decode.get("bytes_moved"), measured.get("decode_seconds")

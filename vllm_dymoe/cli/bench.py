@@ -20,7 +20,7 @@ from vllm_dymoe.bench.prefixes import measure_prefixes
 from vllm_dymoe.bench.prompts import PromptSet
 from vllm_dymoe.bench.rows import ROWS, Row, check_outputs, read_rows
 from vllm_dymoe.bench.run import machine_key, measure
-from vllm_dymoe.bench.table import Bounds, bits_of, cells, for_terminals, markdown, numbers
+from vllm_dymoe.bench.table import Bounds, bits_of, cells, for_terminals, markdown, numbers, options_of
 from vllm_dymoe.cli.display import count_progress, print_table
 from vllm_dymoe.cli.figures import Panel, draw, require
 from vllm_dymoe.durable import replace_file
@@ -149,7 +149,7 @@ class Bench:
         """
         rates = machine_key(self.conditions)
         (found,) = [row for row in read_rows(self.out / ROWS) if row["key"] == rates]
-        bits = {width for row in rows for width in (bits_of(row), (row["options"] or {}).get("low", 0)) if width}
+        bits = {width for row in rows for width in (bits_of(row), options_of(row).get("low", 0)) if width}
         slices = {width: fmt.whole_nbytes for width, fmt in self.shape.packed(tuple(sorted(bits))).formats.items()}
         tokens = {
             (width, dense): self.shape.token_bytes(nbytes, dense)
